@@ -1,0 +1,401 @@
+"""The checked layer: what a spec means, with every name resolved and every shape known.
+
+Input: built by `check`. Output: `LayerSpec`, read by `derive`, by the reference emitter and by `explain`.
+Holds no behaviour beyond small queries; derivation, lowering and printing live in their own files.
+
+Grammar of expressions (shapes are tuples of dim names; `span` takes no part in equality):
+
+    expr   = Num(value) | Const(name, value) | Size(dim)             numbers: literal, `const`, size of a dim
+           | Ref(name, kind, shape)                                  kind: input gate param let memory pass
+           | Map(fn, x)                                              scalar function, elementwise (functions.py)
+           | Binary(op, a, b)                op: add sub mul div pow max min; shapes equal, or one is a subset of
+                                             the other: broadcast by dim name (alpha[d_k] * S[d_v, d_k])
+           | MatVec(m, x) | Transpose(m)     m: matrix expression, never materialised when it is derived
+           | Inner(a, b)                     <a, b>, a scalar
+           | Norm(x, p, power)               (sum |x_i|^p)^(power/p): |x|^2 is p=2 power=2, |x| is p=2 power=1
+           | Total(x) | Mean(x)              sum, mean of a vector's components
+           | Apply(fn, x)                    vector function of a vector
+           | Columns(fn, m) | Rows(fn, m)    vector function of every column, or row, of a matrix
+    derived only (made by `derive`, never by `check`):
+           | Outer(a, b)                     a b^T, a matrix
+           | JacT(fn, at, cot)               J_fn(at)^T cot
+           | ColumnsJacT(fn, m, cot)         J_fn(column)^T applied to every column of the matrix cot; RowsJacT alike
+
+    component formula of a vector function (one number for index i):
+    comp   = CNum(value) | CConst(name, value) | CSize | CElem(index) | CRef(name, index)
+           | CMap(fn, x) | CBinary(op, a, b) | CSum(index, body) | CMean(index, body)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ttmdsl.errors import NOWHERE, Span
+
+Shape: TypeAlias = tuple[str, ...]
+RefKind: TypeAlias = Literal["input", "gate", "param", "let", "memory", "pass"]
+BinaryOp: TypeAlias = Literal["add", "sub", "mul", "div", "pow", "max", "min"]
+Range: TypeAlias = Literal["real", "decay", "unit", "positive"]
+Initial: TypeAlias = Literal["zero", "orthonormal", "uniform"]
+
+
+def _span() -> Span:
+    return field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+# ---- component formulas -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CNum:
+    value: float
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CConst:
+    name: str
+    value: float
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CSize:
+    """Length of the argument vector."""
+
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CElem:
+    """The argument's component at `index`."""
+
+    index: str
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CRef:
+    """A vector param's (or, with an empty index, a scalar param's) component; constant in the derivative."""
+
+    name: str
+    index: str
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CMap:
+    fn: str
+    x: Comp
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CBinary:
+    op: BinaryOp
+    a: Comp
+    b: Comp
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CSum:
+    index: str
+    body: Comp
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class CMean:
+    index: str
+    body: Comp
+    span: Span = _span()
+
+
+Comp: TypeAlias = CNum | CConst | CSize | CElem | CRef | CMap | CBinary | CSum | CMean
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFn:
+    """`fn name(arg)[index] = body`: component `index` of the result, a vector as long as the argument."""
+
+    name: str
+    arg: str
+    index: str
+    body: Comp
+    span: Span = _span()
+
+
+# ---- expressions --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Num:
+    value: float
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    name: str
+    value: float
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    dim: str
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    name: str
+    kind: RefKind
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    fn: str
+    x: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    op: BinaryOp
+    a: Expr
+    b: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class MatVec:
+    m: Expr
+    x: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    m: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    a: Expr
+    b: Expr
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    x: Expr
+    p: float
+    power: float
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    x: Expr
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    x: Expr
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    fn: str
+    x: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    fn: str
+    m: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    fn: str
+    m: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    a: Expr
+    b: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class JacT:
+    fn: str
+    at: Expr
+    cot: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsJacT:
+    fn: str
+    m: Expr
+    cot: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class RowsJacT:
+    fn: str
+    m: Expr
+    cot: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+Expr: TypeAlias = (
+    Num
+    | Const
+    | Size
+    | Ref
+    | Map
+    | Binary
+    | MatVec
+    | Transpose
+    | Inner
+    | Norm
+    | Total
+    | Mean
+    | Apply
+    | Columns
+    | Rows
+    | Outer
+    | JacT
+    | ColumnsJacT
+    | RowsJacT
+)
+
+
+# ---- the layer ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A keyword of `op`: an input `[B, T, H, *shape]`, a gate alike, or a param `[H, *shape]`.
+
+    `range` is what the spec declares of it: any real, decay (0, 1], unit (0, 1), positive (0, inf).
+    """
+
+    name: str
+    kind: Literal["input", "gate", "param"]
+    shape: Shape
+    range: Range = "real"
+    span: Span = _span()
+
+    @property
+    def keyword(self) -> str:
+        """The name in `op`'s signature: a decay is passed as its natural logarithm."""
+        return f"log_{self.name}" if self.range == "decay" else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A memory parameter: a matrix `[rows, columns]` by its dims' names, and the state it starts from.
+
+    zero; orthonormal: the first columns of the identity (needs columns <= rows); uniform: 1 / columns everywhere.
+    """
+
+    name: str
+    shape: Shape
+    initial: Initial = "zero"
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How the memory learns.
+
+    gd:        P_t = R(P_{t-1}) - rate * G_t
+    momentum:  U_t = decay * U_{t-1} - rate * G_t;  P_t = R(P_{t-1}) + U_t
+
+    G_t is the bias's gradient at P_{t-1} (at="previous"), at R(P_{t-1}) (at="retained"), or, with batch b > 1, at the
+    state left by the last token of the previous group of b tokens.
+    """
+
+    kind: Literal["gd", "momentum"]
+    rate: Expr
+    decay: Expr | None = None
+    at: Literal["previous", "retained"] = "previous"
+    batch: int = 1
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One memory and its four choices. A layer without `pass` blocks has one pass, named y.
+
+    `bias` is a scalar expression of this pass's memories; `retention` maps every memory to a matrix expression of
+    itself (identity: the Ref); `project`, where a memory has one, is applied after every token; `read` is the
+    output, evaluated at the state after the token. Later passes refer to it by `name`.
+    """
+
+    name: str
+    memories: tuple[Memory, ...]
+    bias: Expr
+    retention: dict[str, Expr]
+    optimizer: Optimizer
+    project: dict[str, Expr]
+    read: Expr
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A whole layer. `lets` are per-token definitions in order; `consts` hold the values in force."""
+
+    name: str
+    source: str
+    dims: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    consts: dict[str, float]
+    fns: dict[str, VectorFn]
+    lets: tuple[tuple[str, Expr], ...]
+    passes: tuple[Pass, ...]
+    filename: str = "<spec>"
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        return tuple(m for p in self.passes for m in p.memories)
+
+    def tensor(self, name: str) -> Tensor:
+        """The input, gate or param of that name (the spec's own name, without `log_`)."""
+        return next(t for t in self.tensors if t.name == name)
