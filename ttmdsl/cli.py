@@ -1,0 +1,182 @@
+"""The command line: build, check, explain, show and list.
+
+Input: arguments, without the program's name. Output: text or a table on stdout, and an exit status: 0, 1 for a failed
+check, 2 for a spec or an argument that is wrong. Computes nothing itself; what a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttmdsl.errors import LoadError, TtmError
+from ttmdsl.version import VERSION
+
+if TYPE_CHECKING:
+    from ttmdsl.pipeline import Job
+    from ttmdsl.spec import LayerSpec
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except TtmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+# ---- commands -----------------------------------------------------------------------------------------------
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from ttmdsl.cache import write_atomically
+
+    text = _run(arguments).done["emit"]
+    if arguments.output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        write_atomically(arguments.output, text)
+    except OSError as error:
+        raise LoadError(f"{arguments.output}: cannot write the module ({error.strerror})") from None
+    print(f"{arguments.output}: {len(text.splitlines())} lines", file=sys.stderr)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    if arguments.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where the kernels are defined, at import
+    from rich.console import Console
+    from rich.progress import track
+
+    from ttmdsl.loader import load
+    from ttmdsl.parity import SHAPES, Row, parity, table
+
+    module = load(arguments.spec, **dict(arguments.set))
+    rows: list[Row] = []
+    errors = Console(stderr=True)
+    for number, shape in enumerate(track(SHAPES, "comparing with the reference", console=errors, transient=True)):
+        try:
+            rows += parity(module, shapes=[shape], seed=number)
+        except RuntimeError as error:  # a backend that cannot run is a miss of its own
+            print(error, file=sys.stderr)
+            return 1
+    Console().print(table(rows, _title(arguments)))
+    misses = sum(not row.ok for row in rows)
+    verdict = f"{misses} of {len(rows)} comparisons miss" if misses else f"all {len(rows)} comparisons hold"
+    print(f"{verdict} ({', '.join(shape.label for shape in SHAPES)})")
+    return 1 if misses else 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from ttmdsl.explain import explain
+
+    job = _run(arguments, after="lower")
+    print(explain(job.done["derive"], job.done["lower"].title, arguments.latex))
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from ttmdsl.pipeline import show
+
+    sys.stdout.write(show(_run(arguments, after=arguments.after), arguments.after))
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ttmdsl.loader import layers
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name in layers():
+        arguments.spec = name
+        spec = _run(arguments, after="check").done["check"]
+        parts = [f"{kind}s {_declared(spec, kind)}" for kind in ("input", "gate", "param") if _declared(spec, kind)]
+        if spec.consts:
+            parts.append("constants " + ", ".join(f"{const}={value:g}" for const, value in spec.consts.items()))
+        what = Text(spec.source.splitlines()[0].removeprefix("#").strip() + "\n").append("; ".join(parts), style="dim")
+        table.add_row(Text(name, style="bold", no_wrap=True), what)
+    Console().print(table)
+    return 0
+
+
+def _declared(spec: LayerSpec, kind: str) -> str:
+    """The keywords of one kind with their dims."""
+    tensors = [t for t in spec.tensors if t.kind == kind]
+    return ", ".join(t.keyword + (f"[{', '.join(t.shape)}]" if t.shape else "") for t in tensors)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace, after: str = "emit") -> Job:
+    from ttmdsl.loader import constants, read
+    from ttmdsl.options import Options
+    from ttmdsl.pipeline import run
+
+    text, filename = read(arguments.spec)
+    return run(text, filename, constants(dict(arguments.set)), Options.from_environment(), after)
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    return " ".join([arguments.spec, *(f"{name}={value:g}" for name, value in arguments.set)])
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    try:
+        if not equals or not name.isidentifier():
+            raise ValueError
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a constant and its value, such as b=16, got {text!r}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ttmdsl.pipeline import STAGES
+
+    parser = argparse.ArgumentParser(prog="ttmdsl", description="A compiler for test-time-memory layers.")
+    parser.add_argument("--version", action="version", version=f"ttmdsl {VERSION}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(run: Callable[[argparse.Namespace], int], name: str, title: str) -> Any:
+        added = commands.add_parser(name, help=title, description=title)
+        added.set_defaults(run=run, set=[])
+        if run is not _list:
+            added.add_argument("spec", metavar="SPEC", help="a shipped layer's name, or the path of a .ttm file")
+            added.add_argument(
+                *("--set", "-s"),
+                action="append",
+                type=_setting,
+                default=[],
+                metavar="NAME=VALUE",
+                help="a constant of the spec; may be given several times",
+            )
+        return added
+
+    build = command(_build, "build", "write the generated module")
+    build.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to; stdout without it")
+    check = command(_check, "check", "compare every backend that can run here with the reference")
+    check.add_argument("--interpret", action="store_true", help="run the Triton kernels in Triton's interpreter")
+    explain = command(_explain, "explain", "print the derivation: loss, gradient, update, readout, class of recurrence")
+    explain.add_argument("--latex", action="store_true", help="as LaTeX")
+    show = command(_show, "show", "print what a stage of the compiler made")
+    stages = [stage.name for stage in STAGES]
+    show.add_argument("--after", required=True, choices=stages, metavar="STAGE", help="one of " + ", ".join(stages))
+    command(_list, "list", "list the shipped layers")
+    return parser

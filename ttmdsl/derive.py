@@ -1,0 +1,370 @@
+"""Derive the closed-form gradient of every pass's bias with respect to its memories.
+
+Input: a checked `LayerSpec`. Output: `UpdateRule`, with factored gradients, named intermediates, and the Jacobian of
+every vector function that the layer applies. Reverse mode on whole vectors and matrices, by the rules of matrix
+calculus; sympy is only asked about scalar functions and components (functions.py, jacobian.py). Does not classify the
+recurrence, and does not know how anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from typing_extensions import assert_never
+
+from ttmdsl.errors import NOWHERE, DeriveError, Diagnostic, Span
+from ttmdsl.functions import is_piecewise_constant
+from ttmdsl.jacobian import SOFTMAX, jacobian, softmax_jacobian
+from ttmdsl.rule import Jacobian, PassRule, UpdateRule
+from ttmdsl.simplify_expr import (
+    ONE,
+    ZERO,
+    add,
+    children,
+    columns_jact,
+    div,
+    elementwise,
+    full,
+    is_zero,
+    jact,
+    map_,
+    matvec,
+    mul,
+    neg,
+    outer,
+    power,
+    rewrite,
+    rows_jact,
+    scale,
+    sub,
+    sum_to,
+    transpose,
+    walk,
+    with_children,
+)
+from ttmdsl.spec import (
+    Apply,
+    Binary,
+    Columns,
+    ColumnsJacT,
+    Const,
+    Expr,
+    Inner,
+    JacT,
+    LayerSpec,
+    Map,
+    MatVec,
+    Mean,
+    Memory,
+    Norm,
+    Num,
+    Outer,
+    Pass,
+    Ref,
+    Rows,
+    RowsJacT,
+    Size,
+    Total,
+    Transpose,
+)
+
+
+def derive(spec: LayerSpec) -> UpdateRule:
+    """The layer's update rule; DeriveError, with every reason found, where there is none."""
+    problems: list[Diagnostic] = []
+    jacobians: dict[str, Jacobian] = {}
+    for name, span in _applied(spec).items():
+        if name in spec.fns:
+            try:
+                jacobians[name] = jacobian(spec.fns[name], spec.consts, spec.source, spec.filename)
+            except DeriveError as error:
+                problems.extend(error.diagnostics)
+        elif name == SOFTMAX:
+            jacobians[name] = softmax_jacobian()
+        else:
+            hint = f"declare it: fn {name}(x)[i] = ..."
+            problems.append(Diagnostic(span, f"{name} is no vector function, so it has no Jacobian", hint))
+    passes: list[PassRule] = []
+    for p in spec.passes:
+        rule = _pass_rule(spec, p, problems)
+        if rule is not None:
+            passes.append(rule)
+    if problems:
+        raise DeriveError(tuple(dict.fromkeys(problems)), spec.source, spec.filename)
+    return UpdateRule(spec, jacobians, tuple(passes))
+
+
+def _applied(spec: LayerSpec) -> dict[str, Span]:
+    """The vector functions that the layer applies anywhere, and where first."""
+    found: dict[str, Span] = {}
+    roots = [e for _, e in spec.lets]
+    for p in spec.passes:
+        roots += [p.bias, *p.retention.values(), *p.project.values(), p.read, p.optimizer.rate]
+    for root in roots:
+        for node in walk(root):
+            if isinstance(node, Apply | Columns | Rows):
+                found.setdefault(node.fn, node.span)
+    return found
+
+
+def _pass_rule(spec: LayerSpec, p: Pass, problems: list[Diagnostic]) -> PassRule | None:
+    loss = _inline_lets(spec, p)
+    gradients = gradient(loss, p.memories)
+    used = {node.name for node in walk(loss) if isinstance(node, Ref) and node.kind == "memory"}
+    before = len(problems)
+    for memory in p.memories:
+        if memory.name not in used:
+            message = f"the bias does not depend on memory {memory.name}, so there is nothing for it to learn"
+            problems.append(Diagnostic(p.bias.span, message, f"use {memory.name} in the bias, or drop it"))
+        elif is_zero(gradients[memory.name]):
+            problems.append(_flat(loss, memory, p))
+    if len(problems) > before:
+        return None
+    definitions, named = _name_definitions(loss, gradients, _taken(spec))
+    return PassRule(p.name, definitions, named)
+
+
+def _inline_lets(spec: LayerSpec, p: Pass) -> Expr:
+    """The bias with every definition that depends on this pass's memories written out."""
+    own = {m.name for m in p.memories}
+    inlined: dict[str, Expr] = {}
+
+    def written_out(node: Expr) -> Expr | None:
+        return inlined.get(node.name) if isinstance(node, Ref) and node.kind == "let" else None
+
+    for name, value in spec.lets:
+        value = rewrite(value, written_out)
+        if any(isinstance(n, Ref) and n.kind == "memory" and n.name in own for n in walk(value)):
+            inlined[name] = value
+    return rewrite(p.bias, written_out)
+
+
+def _flat(loss: Expr, memory: Memory, p: Pass) -> Diagnostic:
+    """The gradient vanished identically: name the function that ate it, if one did."""
+    message = f"the bias has no derivative with respect to {memory.name}: it is zero wherever it exists"
+    for node in walk(loss):
+        if isinstance(node, Map) and is_piecewise_constant(node.fn):
+            span = node.span if node.span != NOWHERE else p.bias.span
+            return Diagnostic(span, message, f"{node.fn} is piecewise constant; try tanh, or another smooth function")
+    return Diagnostic(p.bias.span, message, f"{memory.name} cancels out of the bias")
+
+
+# ---- reverse mode -------------------------------------------------------------------------------------------
+
+
+def gradient(loss: Expr, memories: tuple[Memory, ...]) -> dict[str, Expr]:
+    """The derivative of a scalar expression by each memory, factored; zero where it does not depend on it."""
+    own = {m.name for m in memories}
+    active: set[Expr] = set()
+    order = list(walk(loss))
+    for node in order:
+        if (isinstance(node, Ref) and node.kind == "memory" and node.name in own) or any(
+            c in active for c in children(node)
+        ):
+            active.add(node)
+    cotangents: dict[Expr, Expr] = {loss: ONE}
+    for node in reversed(order):
+        g = cotangents.get(node)
+        if g is None or node not in active or is_zero(g):
+            continue
+        for child, contribution in _pull_back(node, g, active):
+            cotangents[child] = add(cotangents.get(child, ZERO), contribution)
+    found = {}
+    for m in memories:
+        ref = Ref(m.name, "memory", m.shape)
+        g = cotangents.get(ref, ZERO)
+        found[m.name] = g if is_zero(g) else full(g, m.shape)
+    return found
+
+
+def _pull_back(node: Expr, g: Expr, active: set[Expr]) -> Iterator[tuple[Expr, Expr]]:
+    """The cotangents of a node's active arguments from its own, `g`."""
+    match node:
+        case Num() | Const() | Size() | Ref():
+            return
+        case Map(fn=fn, x=x):
+            yield x, mul(g, _slope(fn, x, node))
+        case Binary():
+            yield from _pull_back_binary(node, g, active)
+        case MatVec(m=m, x=x):
+            g = full(g, node.shape)
+            if m in active:
+                yield m, outer(g, x)
+            if x in active:
+                yield x, matvec(transpose(m), g)
+        case Transpose(m=m):
+            yield m, transpose(full(g, node.shape))
+        case Inner(a=a, b=b):
+            if a in active:
+                yield a, mul(g, b)
+            if b in active:
+                yield b, mul(g, a)
+        case Norm(x=x):
+            yield x, mul(g, _norm_slope(node))
+        case Total(x=x):
+            yield x, g
+        case Mean(x=x):
+            for dim in x.shape:
+                g = div(g, Size(dim))
+            yield x, g
+        case Apply(fn=fn, x=x):
+            yield x, jact(fn, x, full(g, node.shape))
+        case Columns(fn=fn, m=m):
+            yield m, columns_jact(fn, m, full(g, node.shape))
+        case Rows(fn=fn, m=m):
+            yield m, rows_jact(fn, m, full(g, node.shape))
+        case Outer(a=a, b=b):
+            g = full(g, node.shape)
+            if a in active:
+                yield a, matvec(g, b)
+            if b in active:
+                yield b, matvec(transpose(g), a)
+        case JacT() | ColumnsJacT() | RowsJacT():
+            raise AssertionError("a derived node cannot stand in a bias")
+        case _:
+            assert_never(node)
+
+
+def _pull_back_binary(node: Binary, g: Expr, active: set[Expr]) -> Iterator[tuple[Expr, Expr]]:
+    a, b = node.a, node.b
+    if a in active:
+        yield a, sum_to(g, _slope_in_first(node), node.shape, a.shape)
+    if b in active:
+        yield b, sum_to(g, _slope_in_second(node), node.shape, b.shape)
+
+
+def _slope_in_first(node: Binary) -> Expr:
+    a, b = node.a, node.b
+    match node.op:
+        case "add" | "sub":
+            return ONE
+        case "mul":
+            return b
+        case "div":
+            return div(ONE, b)
+        case "pow":
+            if isinstance(b, Num):
+                return scale(b.value, power(a, b.value - 1))
+            return mul(b, elementwise("pow", a, sub(b, ONE)))
+        case "max":
+            return _selected(a, b)
+        case "min":
+            return _selected(b, a)
+        case _:
+            assert_never(node.op)
+
+
+def _slope_in_second(node: Binary) -> Expr:
+    a, b = node.a, node.b
+    match node.op:
+        case "add":
+            return ONE
+        case "sub":
+            return neg(ONE)
+        case "mul":
+            return a
+        case "div":
+            return neg(div(node, b))
+        case "pow":
+            return mul(node, map_("log", a))
+        case "max":
+            return _selected(b, a)
+        case "min":
+            return _selected(a, b)
+        case _:
+            assert_never(node.op)
+
+
+def _selected(a: Expr, b: Expr) -> Expr:
+    """1 where a > b, 0 where a < b, one half where they tie."""
+    return scale(0.5, add(ONE, map_("sign", sub(a, b))))
+
+
+def _slope(fn: str, x: Expr, node: Expr) -> Expr:
+    """The derivative of an elementwise function at x."""
+    match fn:
+        case "exp":
+            return node
+        case "log":
+            return div(ONE, x)
+        case "sqrt":
+            return div(Num(0.5), node)
+        case "abs":
+            return map_("sign", x)
+        case "softplus":
+            return map_("sigmoid", x)
+        case _:
+            return ZERO if is_piecewise_constant(fn) else map_(fn + "'", x)
+
+
+def _norm_slope(node: Norm) -> Expr:
+    """d (sum |x|^p)^(power/p) / dx = power (sum |x|^p)^(power/p - 1) |x|^(p-1) sign(x)."""
+    x, p, exponent = node.x, node.p, node.power
+    direction = x if p == 2 else mul(map_("sign", x), power(map_("abs", x), p - 1))
+    if exponent == p:
+        return scale(exponent, direction)
+    if exponent < p:
+        return scale(exponent, div(direction, Norm(x, p, p - exponent)))
+    return scale(exponent, mul(Norm(x, p, exponent - p), direction))
+
+
+# ---- names --------------------------------------------------------------------------------------------------
+
+
+def _taken(spec: LayerSpec) -> set[str]:
+    names = {t.name for t in spec.tensors} | set(spec.consts) | set(spec.dims) | set(spec.fns)
+    return names | {m.name for m in spec.memories} | {n for n, _ in spec.lets} | {p.name for p in spec.passes}
+
+
+def _name_definitions(
+    loss: Expr, gradients: dict[str, Expr], taken: set[str]
+) -> tuple[tuple[tuple[str, Expr], ...], dict[str, Expr]]:
+    """Name what the papers name: residuals, vectors pulled back through a Jacobian, and whatever is used twice."""
+    forward = set(walk(loss))
+    residuals = {node.x for node in forward if isinstance(node, Norm)}
+    order: dict[Expr, None] = {}  # every node of the gradients, arguments first
+    for g in gradients.values():
+        order.update(dict.fromkeys(walk(g)))
+    uses: dict[Expr, int] = {}
+    for node in order:
+        for c in children(node):
+            uses[c] = uses.get(c, 0) + 1
+
+    stems: dict[Expr, str] = {}
+    for node in order:
+        if len(node.shape) == 2 or not any(not isinstance(n, Binary) for n in walk(node) if children(n)):
+            continue
+        if node in residuals and node.shape:
+            stems[node] = "e"
+        elif isinstance(node, JacT):
+            stems[node] = "u"
+        elif uses.get(node, 0) > 1:
+            stems[node] = _stem(node, node in forward)
+    names: dict[Expr, str] = {}
+    for node, stem in stems.items():
+        alone = sum(s == stem for s in stems.values()) == 1
+        candidates = ([stem] if alone else []) + [f"{stem}{i}" for i in range(1, len(stems) + len(taken) + 2)]
+        names[node] = next(c for c in candidates if c not in taken and c not in names.values())
+
+    def named(node: Expr) -> Expr | None:
+        return Ref(names[node], "let", node.shape) if node in names else None
+
+    definitions = tuple(
+        (name, with_children(node, tuple(rewrite(c, named) for c in children(node)))) for node, name in names.items()
+    )
+    return definitions, {name: rewrite(g, named) for name, g in gradients.items()}
+
+
+def _stem(node: Expr, forward: bool) -> str:
+    """A customary letter: h before and a after an activation, r for what flows back, c for a scalar."""
+    if node.shape == ():
+        return "c"
+    if not forward:
+        return "r"
+    match node:
+        case MatVec():
+            return "h"
+        case Map():
+            return "a"
+        case _:
+            return "z"

@@ -1,0 +1,203 @@
+"""Reverse mode over programs: a program and cotangents in, the program of its gradients out.
+
+Input: `Program`. Output: a joint `Program` that recomputes what it needs from the same leaves, with the extra leaves
+cot (per-token outputs) and cocarry (carries at the unit's end), and outputs `d:<leaf>` and `carry:<cocarry>`.
+The same table of rules serves every layer; nothing here knows which layer it differentiates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from ttmdsl.ir import Builder, Node, Program, depends_on, reachable
+
+Contribution: TypeAlias = tuple[Node, Node]
+Rule: TypeAlias = Callable[[Builder, Node, Node], Iterator[Contribution]]
+
+LN2 = math.log(2.0)
+
+
+def _add(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield from ((a, d) for a in n.args)
+
+
+def _neg(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield n.args[0], b.neg(d)
+
+
+def _mul(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    x, y = n.args
+    yield x, b.mul(d, y)
+    yield y, b.mul(d, x)
+
+
+def _extremum(sign: float) -> Rule:
+    def rule(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+        x, y = n.args
+        first = b.map("step", b.mul(b.const(sign), b.sub(x, y)))
+        yield x, b.mul(d, first)
+        yield y, b.mul(d, b.sub(b.const(1.0), first))
+
+    return rule
+
+
+def _unary(slope: Callable[[Builder, Node, Node], Node]) -> Rule:
+    """An elementwise function whose derivative is `slope(builder, argument, result)`."""
+
+    def rule(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+        yield n.args[0], b.mul(d, slope(b, n.args[0], n))
+
+    return rule
+
+
+def _pow(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    exponent = float(n.attr[0])  # type: ignore[arg-type]
+    yield n.args[0], b.mul(d, b.mul(b.const(exponent), b.pow(n.args[0], exponent - 1)))
+
+
+def _flat(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield from ()
+
+
+def _select(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    flag, x, y = n.args
+    nothing = b.zero(d.axes)
+    yield x, b.select(flag, d, nothing)
+    yield y, b.select(flag, nothing, d)
+
+
+def _rename(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    source, target = map(str, n.attr)
+    yield n.args[0], b.rename(d, target, source)
+
+
+def _contract(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    for x, y in (n.args, n.args[::-1]):
+        over = (set(d.axes) | set(y.axes)) - set(x.axes)
+        yield x, b.contract(d, y, over) if over else b.mul(d, y)
+
+
+def _mask(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield n.args[0], b.mask(d, n.attr[0])  # type: ignore[arg-type]
+
+
+def _cumsum(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield n.args[0], b.cumsum(d, str(n.attr[0]), not n.attr[1])
+
+
+def _tri_inv(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    # Y = (I - N)^-1 gives dN = Y^T dY Y^T
+    left = b.contract(b.rename(n, "s", "u"), d, {"t"})  # [row u, s] = sum_t Y[t, u] dY[t, s]
+    both = b.contract(left, n, {"s"})  # [row u, column t] = sum_s left[u, s] Y[t, s]
+    yield n.args[0], b.mask(b.rename(b.rename(both, "t", "s"), "u", "t"), "strict")
+
+
+def _decay_dot(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    q, k, gq, gk = n.args
+    kind = str(n.attr[0])
+    d = b.mask(d, kind)  # type: ignore[arg-type]
+    dq = b.decay_mix(d, k, gq, gk, kind)
+    dk = b.decay_mix_t(d, q, gq, gk, kind)
+    yield q, dq
+    yield k, dk
+    yield gq, b.mul(b.const(LN2), b.mul(q, dq))
+    yield gk, b.mul(b.const(-LN2), b.mul(k, dk))
+
+
+def _decay_mix(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    a, k, gq, gk = n.args
+    kind = str(n.attr[0])
+    axis = next(x for x in gq.axes if x != "t")
+    dk = b.decay_mix_t(a, d, gq, gk, kind)
+    yield a, b.decay_dot(d, k, gq, gk, kind, axis)
+    yield k, dk
+    yield gq, b.mul(b.const(LN2), b.mul(n, d))
+    yield gk, b.mul(b.const(-LN2), b.mul(k, dk))
+
+
+def _decay_mix_t(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    a, q, gq, gk = n.args
+    kind = str(n.attr[0])
+    axis = next(x for x in gq.axes if x != "t")
+    dq = b.decay_mix(a, d, gq, gk, kind)
+    yield a, b.decay_dot(q, d, gq, gk, kind, axis)
+    yield q, dq
+    yield gq, b.mul(b.const(LN2), b.mul(q, dq))
+    yield gk, b.mul(b.const(-LN2), b.mul(n, d))
+
+
+RULES: dict[str, Rule] = {
+    "add": _add,
+    "neg": _neg,
+    "mul": _mul,
+    "max": _extremum(1.0),
+    "min": _extremum(-1.0),
+    "pow": _pow,
+    "recip": _unary(lambda b, x, y: b.neg(b.mul(y, y))),
+    "exp2": _unary(lambda b, x, y: b.mul(b.const(LN2), y)),
+    "log2": _unary(lambda b, x, y: b.mul(b.const(1 / LN2), b.recip(x))),
+    "sqrt": _unary(lambda b, x, y: b.mul(b.const(0.5), b.recip(y))),
+    "rsqrt": _unary(lambda b, x, y: b.mul(b.const(-0.5), b.mul(y, b.recip(x)))),
+    "tanh": _unary(lambda b, x, y: b.sub(b.const(1.0), b.mul(y, y))),
+    "erf": _unary(
+        lambda b, x, y: b.mul(b.const(2 / math.sqrt(math.pi)), b.map("exp2", b.mul(b.const(-1 / LN2), b.mul(x, x))))
+    ),
+    "sigmoid": _unary(lambda b, x, y: b.mul(y, b.sub(b.const(1.0), y))),
+    "abs": _unary(lambda b, x, y: b.map("sign", x)),
+    "sign": _flat,
+    "step": _flat,
+    "amax": _flat,
+    "select": _select,
+    "expand": lambda b, n, d: iter([(n.args[0], d)]),
+    "rename": _rename,
+    "sum": lambda b, n, d: iter([(n.args[0], b.expand(d, n.args[0].axes))]),
+    "contract": _contract,
+    "mask": _mask,
+    "cumsum": _cumsum,
+    "tri_inv": _tri_inv,
+    "decay_dot": _decay_dot,
+    "decay_mix": _decay_mix,
+    "decay_mix_t": _decay_mix_t,
+}
+
+DIFFERENTIABLE = ("token", "param", "carry")
+
+
+def gradients(b: Builder, outputs: list[tuple[Node, Node]]) -> dict[Node, Node]:
+    """Cotangent of every differentiable leaf, given (value, cotangent) of the outputs."""
+    order = reachable(v for v, _ in outputs)
+    wanted = depends_on(order, [n for n in order if n.op == "leaf" and n.role in DIFFERENTIABLE])
+    found: dict[Node, Node] = {}
+
+    def accumulate(node: Node, d: Node) -> None:
+        d = b.expand(b.sum(d, set(d.axes) - set(node.axes)), node.axes)
+        found[node] = b.add(found[node], d) if node in found else d
+
+    for value, cotangent in outputs:
+        if value in wanted:
+            accumulate(value, cotangent)
+    for node in reversed(order):
+        if node in found and node in wanted and node.op != "leaf":
+            for argument, d in RULES[node.op](b, node, found.pop(node)):
+                if argument in wanted:
+                    accumulate(argument, d)
+    return {n: d for n, d in found.items() if n.op == "leaf"}
+
+
+def differentiate(program: Program) -> Program:
+    """The backward program: outputs `d:<name>` for tokens and params, `carry:<name>` for the carries' cotangents."""
+    b = program.builder
+    seeds: list[tuple[Node, Node]] = []
+    for name, value in program.outputs.items():
+        if name.startswith("carry:"):
+            seeds.append((value, b.leaf("cocarry", name[6:], value.axes)))
+        else:
+            seeds.append((value, b.leaf("cot", name, value.axes)))
+    outputs: dict[str, Node] = {}
+    for leaf, d in gradients(b, seeds).items():
+        d = b.expand(d, leaf.axes)
+        outputs[f"carry:{leaf.name}" if leaf.role == "carry" else f"d:{leaf.name}"] = d
+        b.label(d, f"d_{leaf.name}")
+    return program.with_outputs(outputs)

@@ -1,0 +1,323 @@
+"""The generated module: the surface of `op`, `step` and `Layer` framed around the backends' sections.
+
+Input: a `LayerSpec`, the lines of its derived update, and the source text of three sections: "reference" defines
+`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, cu_seqlens)`. Output: one Python file
+that needs torch and triton alone. Does not print arithmetic, and decides nothing about schedules.
+
+A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by
+`repr`, and into comments line by line with everything unprintable escaped.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+
+from ttmdsl.errors import CheckError, Diagnostic
+from ttmdsl.names import refusal, snake_case
+from ttmdsl.spec import LayerSpec, Memory, Ref, Shape, Tensor
+from ttmdsl.templates import render
+from ttmdsl.version import TORCH, TRITON, VERSION
+
+_WIDTH = 120
+# What a spec's names cannot be beside those that `names` refuses: an axis, an entry of the state, and what the
+# templates use where a name of the spec is in reach.
+_TAKEN = frozenset(["N", "position", "F", "State", "conv_size", "norm_eps"])
+_SQUASH = {"decay": "F.logsigmoid", "unit": "torch.sigmoid", "positive": "F.softplus", "real": ""}
+_NOTES = {
+    "decay": "logarithm of a decay in (0, 1], so at most 0",
+    "unit": "meant to lie in (0, 1)",
+    "positive": "positive",
+    "real": "",
+}
+
+
+def emit_module(spec: LayerSpec, update: Iterable[str], sections: Mapping[str, str]) -> str:
+    """The module's source text. `update` are the lines of the derived update, shown in its header."""
+    _verify_names(spec)
+    tensors = [_tensor(spec, t) for kind in ("input", "gate", "param") for t in spec.tensors if t.kind == kind]
+    alias = snake_case(spec.name)
+    context: dict[str, object] = {
+        "banner": _banner,
+        "literal": literal,
+        "table": _table,
+        "layout": _layout,
+        "header": _header(spec, update),
+        "layer": spec.name,
+        "source": [_quoted(line) for line in spec.source.splitlines(keepends=True)] or ['""'],
+        "tensors": tensors,
+        "inputs": {t.keyword: t.shape for t in tensors if t.kind == "input"},
+        "gates": {t.keyword: t.shape for t in tensors if t.kind == "gate"},
+        "params": {t.keyword: t.shape for t in tensors if t.kind == "param"},
+        "ranges": {t.keyword: t.range for t in tensors},
+        "memory": {m.name: m.shape for m in spec.memories},
+        "state": state_axes(spec),
+        "initial": {m.name: m.initial for m in spec.memories},
+        "consts": spec.consts,
+        "output": spec.passes[-1].read.shape,
+        "output_size": _product([_size(spec, axis) for axis in spec.passes[-1].read.shape]),
+        "sections": {name: text.strip("\n") for name, text in sections.items()},
+        "dims": [_Dim(dim, _default(spec, dim)) for dim in spec.dims if dim not in spec.consts],
+        "learned": _learned(spec),
+        "width": max(len(name) for name in [t.keyword for t in tensors] + [m.name for m in spec.memories]),
+        "arguments": lambda lead: [_argument(t, lead) for t in tensors],
+    }
+
+    def module(alias: str) -> str:
+        exports = sorted({*_EXPORTS, alias}, key=lambda name: (name.lower(), name))
+        return render("module.py.j2", **context, alias=alias, exports=exports).rstrip("\n") + "\n"
+
+    text = module(alias)
+    while _clashes(text, alias):
+        alias += "_"
+        text = module(alias)
+    return text
+
+
+_EXPORTS = (
+    "CONSTS",
+    "GATES",
+    "INITIAL",
+    "INPUTS",
+    "MEMORY",
+    "PARAMS",
+    "RANGES",
+    "SPEC",
+    "STATE",
+    "Layer",
+    "op",
+    "step",
+)
+
+
+def state_axes(spec: LayerSpec) -> dict[str, Shape]:
+    """Every entry of the state and its axes after [N, H]; `position` has neither H nor more."""
+    state: dict[str, Shape] = {}
+    for p in spec.passes:
+        state |= {m.name: m.shape for m in p.memories}
+        if p.optimizer.kind == "momentum":
+            state |= {f"{m.name}_momentum": m.shape for m in p.memories}
+        if p.optimizer.batch > 1:
+            state |= {f"{m.name}_point": m.shape for m in p.memories}
+    if any(p.optimizer.batch > 1 for p in spec.passes):
+        state["position"] = ()
+    return state
+
+
+# ---- what the templates see of a spec -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Dim:
+    """A keyword of Layer."""
+
+    name: str
+    default: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """A memory whose initial value Layer learns."""
+
+    name: str
+    start: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A keyword of op, and where Layer has it from. role: key (convolved, unit length), plain, gate or param."""
+
+    keyword: str
+    kind: str
+    shape: Shape
+    range: str
+    role: str
+    role_title: str
+    sizes: list[str]
+    start: float
+    squash: str
+
+    @property
+    def size(self) -> str:
+        return _product(self.sizes)
+
+    @property
+    def axes(self) -> str:
+        return literal(self.shape)
+
+    def squashed(self, value: str) -> str:
+        """The value mapped into the declared range."""
+        return f"{self.squash}({value})" if self.squash else value
+
+
+def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
+    """The papers' blocks: q and k through a short convolution to unit length; gates start where learning is stable."""
+    role = "key" if t.kind == "input" and t.name in ("q", "k") else "plain" if t.kind == "input" else t.kind
+    rate = [p.optimizer for p in spec.passes if t.name in _names(spec, p.optimizer.rate)]
+    momentum = any(t.name in _names(spec, p.optimizer.decay) for p in spec.passes)
+    squash = "torch.sigmoid" if t.range == "real" and t.kind == "gate" and rate else _SQUASH[t.range]
+    title = {
+        "key": "projection, short convolution with SiLU, unit length",
+        "plain": "projection",
+        "gate": f"projection{', ' + squash if squash else ''}",
+        "param": f"one value for each head{', ' + squash if squash else ''}",
+    }[role]
+    if t.range == "decay":
+        start = 1.0 if momentum else 4.0  # a decay of 0.73 or 0.98
+    elif rate:  # one step of about 1, or 1/2, spread over the tokens that share a gradient point and over the momentum
+        step = min(1 / (o.batch * (4 if o.kind == "momentum" else 1)) for o in rate)
+        start = math.log(math.expm1(step)) if t.range == "positive" else math.log(step)
+    else:
+        start = {"positive": math.log(math.expm1(1)), "real": 0.0 if t.kind == "gate" else 1.0}.get(t.range, 0.0)
+    sizes = [_size(spec, axis) for axis in t.shape]
+    return _Tensor(t.keyword, t.kind, t.shape, t.range, role, title, sizes, round(start, 2) + 0.0, squash)
+
+
+def _learned(spec: LayerSpec) -> list[_Learned]:
+    """Memories that cannot start from zeros, or that learn nothing there: orthonormal ones, products of several."""
+
+    def start(m: Memory) -> str:
+        rows, columns = (_size(spec, axis) for axis in m.shape)
+        if m.initial == "orthonormal":
+            return f"_orthonormal(num_heads, {rows}, {columns})"
+        return f"torch.randn(num_heads, {rows}, {columns}) / math.sqrt({columns})"
+
+    deep = {m.name for p in spec.passes if len(p.memories) > 1 for m in p.memories if m.initial == "zero"}
+    return [_Learned(m.name, start(m)) for m in spec.memories if m.initial == "orthonormal" or m.name in deep]
+
+
+def _default(spec: LayerSpec, dim: str) -> str:
+    """Layer's size for a dim: the head's, or four times that where memories alone have it, as an MLP's inner size."""
+    head = "hidden_size // num_heads"
+    return head if any(dim in t.shape for t in spec.tensors) else f"4 * ({head})"
+
+
+def _size(spec: LayerSpec, axis: str) -> str:
+    return str(int(spec.consts[axis])) if axis in spec.consts else axis
+
+
+def _product(sizes: Iterable[str]) -> str:
+    return " * ".join(sizes) or "1"
+
+
+def _names(spec: LayerSpec, node: object) -> set[str]:
+    """Tensors that an expression reads, through lets."""
+    if isinstance(node, Ref):
+        return _names(spec, dict(spec.lets)[node.name]) if node.kind == "let" else {node.name}
+    if is_dataclass(node):
+        return set().union(*(_names(spec, getattr(node, f.name)) for f in fields(node)), set())
+    return set()
+
+
+# ---- text ---------------------------------------------------------------------------------------------------
+
+
+def _header(spec: LayerSpec, update: Iterable[str]) -> list[str]:
+    """The first comment. Nothing of the spec's text may be in the first two lines, where Python reads an encoding."""
+    values = ", ".join(f"{name} = {literal(value)}" for name, value in spec.consts.items())
+    return [
+        f"{spec.name}, generated by ttmdsl {VERSION}.",
+        f"Needs torch >= {TORCH} and triton >= {TRITON}, nothing else: read it, vendor it, edit it.",
+        "",
+        "The layer as it was declared:",
+        "",
+        *(comment("    " + line) for line in spec.source.strip("\n").split("\n")),
+        "",
+        *([f"Constants: {values}.", ""] if spec.consts else []),
+        "The update that was derived from it:",
+        "",
+        *(comment("    " + line) for text in update for line in text.split("\n")),
+    ]
+
+
+def comment(line: str) -> str:
+    """A line fit for a comment: what could end the line, or not be seen, is escaped."""
+    line = line.replace("\t", "    ").rstrip()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
+
+
+def _banner(title: str) -> str:
+    return f"# ---- {title} ".ljust(110, "-")
+
+
+def _quoted(text: str) -> str:
+    """A Python string literal, in double quotes where that needs no more escapes."""
+    quoted = repr(text)
+    return f'"{quoted[1:-1]}"' if '"' not in quoted and "'" not in quoted[1:-1] else quoted
+
+
+def literal(value: object) -> str:
+    """Strings, numbers, and lists, tuples and dicts of them, as Python source."""
+    match value:
+        case str():
+            return _quoted(value)
+        case tuple():
+            return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+        case list():
+            return f"[{', '.join(map(literal, value))}]"
+        case dict():
+            return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+        case int():
+            return repr(int(value))
+        case float():
+            assert math.isfinite(value), value
+            return repr(int(value) if value.is_integer() and abs(value) < 2**53 else value)
+    raise TypeError(f"no literal for {value!r}")
+
+
+def _table(name: str, value: Mapping[str, object]) -> str:
+    """An annotated dict, on one line where it fits."""
+    kind = {"CONSTS": "float", "RANGES": "str", "INITIAL": "str"}.get(name, "tuple[str, ...]")
+    text = f"{name}: dict[str, {kind}] = "
+    if len(text + literal(dict(value))) <= _WIDTH:
+        return text + literal(dict(value))
+    return text + "{\n" + "".join(f"    {literal(k)}: {literal(v)},\n" for k, v in value.items()) + "}"
+
+
+def _layout(lead: str, shape: Shape) -> str:
+    return f"[{', '.join([lead, *shape])}]"
+
+
+def _argument(t: _Tensor, lead: str) -> str:
+    note = _NOTES[t.range]
+    layout = _layout("H" if t.kind == "param" else lead, t.shape)
+    return f"{t.keyword:<18}  {layout}{', ' + note if note else ''}"
+
+
+# ---- names --------------------------------------------------------------------------------------------------
+
+
+def _verify_names(spec: LayerSpec) -> None:
+    """Refuse names that would hide what the generated file uses; most of them `check` has refused before."""
+    first = spec.passes[0].span
+    named = [(t.span, name) for t in spec.tensors for name in {t.name, t.keyword}]
+    named += [(first, name) for name in (*spec.dims, *spec.consts)]
+    named += [(m.span, m.name) for m in spec.memories]
+    found = [
+        Diagnostic(span, f"the name {name!r} is taken by the generated module", "choose another name")
+        for span, name in named
+        if refusal(name) or name in _TAKEN or name.startswith("_") or not (name.isascii() and name.isidentifier())
+    ]
+    found += [
+        Diagnostic(m.span, f"the memory name {m.name!r} ends like an entry of the state", "choose another name")
+        for m in spec.memories
+        if m.name.endswith(("_momentum", "_point"))
+    ]
+    if not any(t.kind == "input" for t in spec.tensors):
+        found.append(Diagnostic(first, "a layer needs at least one input", "declare one: input q[d]"))
+    if found:
+        raise CheckError(tuple(found), spec.source, spec.filename)
+
+
+def _clashes(text: str, alias: str) -> bool:
+    """Whether `op` under the layer's own name would replace something that the module defines or uses."""
+    if keyword.iskeyword(alias) or hasattr(builtins, alias):
+        return True
+    tree = ast.parse(text)
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    return alias in used | defined

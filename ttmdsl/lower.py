@@ -1,0 +1,78 @@
+"""From the derived rule to programs: the class of recurrence decides the form.
+
+Input: `UpdateRule`. Output: `Lowered`: the exact sequential form, which every layer has, and the chunk form where
+there is one, with the backward program of each. Decides nothing by a layer's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ttmdsl.differentiate import differentiate
+from ttmdsl.ir import Program
+from ttmdsl.lower_chunk import lower_chunk
+from ttmdsl.lower_expr import NotChunkable
+from ttmdsl.lower_token import lower_token
+from ttmdsl.rule import UpdateRule
+
+Recurrence = Literal["additive", "affine", "frozen", "sequential"]
+
+TITLES: dict[Recurrence, str] = {
+    "additive": "additive: the gradient is free of the state; a gated scan over chunks",
+    "affine": "affine: the gradient is affine in the state; chunks by a triangular inverse",
+    "frozen": "frozen: the gradient is taken at the state before a group of tokens; each group is a chunk",
+    "sequential": "sequential: exact, token by token, the state kept in registers",
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One unit of the recurrence, forward and backward."""
+
+    forward: Program
+    backward: Program
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """All programs of a layer. `chunk` is None where the recurrence has no chunk form; `reason` then says why.
+
+    `resumed` is the chunk form for a sequence that resumes inside a group of tokens that share a gradient point; None
+    where there are no groups.
+    """
+
+    rule: UpdateRule
+    recurrence: Recurrence
+    reason: str
+    token: Form
+    chunk: Form | None
+    resumed: Form | None
+
+    @property
+    def batch(self) -> int:
+        """Tokens that share a gradient point; 1 where there are no groups."""
+        return max(p.optimizer.batch for p in self.rule.spec.passes)
+
+    @property
+    def title(self) -> str:
+        """The class of recurrence in words, with the reason for a sequential form."""
+        return TITLES[self.recurrence] + (f" ({self.reason})" if self.reason else "")
+
+
+def _form(forward: Program) -> Form:
+    return Form(forward, differentiate(forward))
+
+
+def lower(rule: UpdateRule) -> Lowered:
+    """Lowers a rule; needs neither torch nor triton."""
+    token = _form(lower_token(rule))
+    grouped = any(p.optimizer.batch > 1 for p in rule.spec.passes)
+    try:
+        chunk = lower_chunk(rule, aligned=True)
+        resumed = _form(lower_chunk(rule, aligned=False)) if grouped else None
+    except NotChunkable as reason:
+        return Lowered(rule, "sequential", str(reason), token, None, None)
+    inverted = any(n.op == "tri_inv" for n in chunk.nodes())
+    recurrence: Recurrence = "frozen" if grouped else "affine" if inverted else "additive"
+    return Lowered(rule, recurrence, "", token, _form(chunk), resumed)

@@ -1,0 +1,453 @@
+"""The chunk form: what a whole chunk of tokens makes of the carry, by matrix products.
+
+Input: `UpdateRule`. Output: `Program` with unit "chunk", or `NotChunkable` with the reason.
+
+Inside a chunk a memory is never materialised at every token. It is known by its start, its decays and its writes,
+outer products l_s r_s^T (or frozen matrix times diagonal), and can be read through a vector:
+
+    P_t x = decay(0, t) P_0 x + sum_{s <= t} weight(t, s) l_s (r_s . x)
+
+Three of the five classes of recurrence are this form: writes that are free of the state; writes that are affine in a
+read of the state just before (solved by a triangular inverse); writes that depend on the state at a frozen point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ttmdsl import spec as sp
+from ttmdsl.ir import Builder, Node, Program, addends, depends_on, factors
+from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
+from ttmdsl.lower_token import bind_tensors, momentum_name, point_name
+from ttmdsl.rule import PassRule, UpdateRule
+
+Moment = Literal["before", "retained", "after"]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Token s adds left_s right_s^T (axes rows and columns); with `frozen`, a matrix scaled by `right` along its axis."""
+
+    left: Node
+    right: Node
+    frozen: Node | None = None
+
+
+@dataclass
+class ChunkMemory:
+    """One memory over one chunk; implements `VirtualMemory` for the readout after each token."""
+
+    b: Builder
+    name: str
+    rows: str
+    columns: str
+    start: Node
+    log_decay: Node
+    live: Node
+    last: Node
+    momentum: Node | None = None
+    log_momentum_decay: Node | None = None
+    writes: list[Write] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        b = self.b
+        self.total = b.label(b.cumsum(self.log_decay), f"{self.name}_log_decay")
+        channels = [x for x in self.log_decay.axes if x != "t"]
+        if len(channels) > 1:
+            raise NotChunkable("a decay of its own for every entry of the memory has no factored form")
+        if channels and self.log_momentum_decay is not None:
+            raise NotChunkable("momentum over a decay per channel has no factored form")
+        if self.log_momentum_decay is not None and self.log_momentum_decay.axes != ("t",):
+            raise NotChunkable("a momentum decay per channel has no factored form")
+        self.channel = channels[0] if channels else ""
+
+    def decayed(self, moment: Moment) -> Node:
+        """log2 of the decay from the chunk's start to just before or just after each token's own decay."""
+        return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
+
+    def weights(self, moment: Moment) -> Node:
+        """weight[t, s] of write s in the memory at t; scalar decay. With momentum, a product of two triangular matrices."""
+        b = self.b
+        gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
+        if self.log_momentum_decay is None:
+            kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
+            return b.label(b.map("exp2", b.mask(gap, kind, float("-inf"))), "weights")
+        pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
+        return b.label(b.contract(b.rename(pushes, "s", "u"), b.rename(self._impulses(), "t", "u"), {"u"}), "weights")
+
+    def _pushes(self, moment: Moment) -> Node:
+        b = self.b
+        gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
+        return b.map("exp2", b.mask(gap, "lower" if moment == "after" else "strict", float("-inf")))
+
+    def _impulses(self) -> Node:
+        """2^(m_t - m_s) for t >= s: how much of write s the momentum still holds at t."""
+        assert self.log_momentum_decay is not None
+        m = self.b.cumsum(self.log_momentum_decay)
+        return self.b.map("exp2", self.b.mask(self.b.sub(m, self.b.rename(m, "t", "s")), "lower", float("-inf")))
+
+    def _momentum_weight(self, moment: Moment) -> Node:
+        """How much of the momentum at the chunk's start is in the memory at each token."""
+        b = self.b
+        assert self.log_momentum_decay is not None
+        left = b.mul(b.map("exp2", b.cumsum(self.log_momentum_decay)), self.live)
+        return b.contract(self._pushes(moment), b.rename(left, "t", "s"), {"s"})
+
+    # -- reads -----------------------------------------------------------------------------------------------
+
+    def read(self, x: Node, over: str) -> Node:
+        """The memory after each token, contracted with x over one axis (shape [t, other axis])."""
+        y = self.read_start(x, over, "after")
+        for w in self.writes:
+            y = self.b.add(y, self.read_write(w, x, over, "after"))
+        return y
+
+    def read_start(self, x: Node, over: str, moment: Moment) -> Node:
+        b, other = self.b, self.columns if over == self.rows else self.rows
+        decay = b.map("exp2", self.decayed(moment))
+        y = b.mul(decay, b.contract(self.start, x, {over})) if self.channel != over else b.contract(self.start, b.mul(decay, x), {over})
+        if self.momentum is not None:
+            y = b.add(y, b.mul(self._momentum_weight(moment), b.contract(self.momentum, x, {over})))
+        return b.expand(y, {"t", other})
+
+    def read_write(self, w: Write, x: Node, over: str, moment: Moment) -> Node:
+        b = self.b
+        if w.frozen is not None:
+            return self._read_frozen(w.frozen, w.right, x, over, moment)
+        content, key = (w.left, w.right) if over == self.columns else (w.right, w.left)
+        return self.mix(self.scores(key, x, over, moment), content, moment, over)
+
+    def scores(self, key: Node, x: Node, over: str, moment: Moment) -> Node:
+        """score[t, s]: how much of write s a read through x_t picks up, decay included unless it is per content channel."""
+        b = self.b
+        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
+        if self.channel == over:
+            axes = {"t", over}
+            gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
+            key = b.rename(b.expand(key, axes), "t", "s")
+            return b.label(b.decay_dot(b.expand(x, axes), key, gq, gk, kind, over), "scores")
+        match = b.contract(b.expand(x, {"t"}), b.rename(b.expand(key, {"t"}), "t", "s"), {over})
+        return b.label(b.mul(match, self.weights(moment)) if not self.channel else b.mask(match, kind), "scores")
+
+    def mix(self, scores: Node, content: Node, moment: Moment, over: str) -> Node:
+        b = self.b
+        content = b.rename(b.expand(content, {"t"}), "t", "s")
+        if self.channel in ("", over):
+            return b.contract(scores, content, {"s"})
+        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
+        gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
+        return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, kind)
+
+    def _read_frozen(self, frozen: Node, scale: Node, x: Node, over: str, moment: Moment) -> Node:
+        b = self.b
+        if self.channel:
+            raise NotChunkable("a state-shaped gradient term under a decay per channel has no factored form")
+        summed = b.contract(self.weights(moment), b.rename(b.expand(scale, {"t"}), "t", "s"), {"s"})
+        if over in scale.axes:
+            return b.contract(frozen, b.mul(summed, x), {over})
+        return b.mul(summed, b.contract(frozen, x, {over}))
+
+    # -- the chunk's end -------------------------------------------------------------------------------------
+
+    def end(self) -> Node:
+        """The memory after the chunk's last token."""
+        b = self.b
+        log_all = b.sum(self.log_decay, {"t"})
+        result = b.mul(b.map("exp2", log_all), self.start)
+        remaining = b.map("exp2", b.sub(log_all, self.total))
+        if self.momentum is not None:
+            result = b.add(result, b.mul(b.sum(b.mul(self.last, self._momentum_weight("after")), {"t"}), self.momentum))
+            final_row = b.contract(self.last, self.weights("after"), {"t"})
+            remaining = b.rename(final_row, "s", "t")
+        return b.add(result, self._sum_writes(remaining))
+
+    def end_momentum(self) -> Node:
+        """The momentum after the chunk's last token."""
+        b = self.b
+        assert self.log_momentum_decay is not None
+        assert self.momentum is not None
+        log_all = b.sum(self.log_momentum_decay, {"t"})
+        remaining = b.map("exp2", b.sub(log_all, b.cumsum(self.log_momentum_decay)))
+        return b.add(b.mul(b.map("exp2", log_all), self.momentum), self._sum_writes(remaining))
+
+    def _sum_writes(self, remaining: Node) -> Node:
+        b = self.b
+        result = b.zero({self.rows, self.columns})
+        for w in self.writes:
+            if w.frozen is not None:
+                result = b.add(result, b.mul(w.frozen, b.sum(b.mul(remaining, w.right), {"t"})))
+            else:
+                left, right = w.left, w.right
+                if self.columns in remaining.axes:
+                    right = b.mul(right, remaining)
+                else:
+                    left = b.mul(left, remaining)
+                result = b.add(result, b.contract(left, right, {"t"}))
+        return result
+
+
+def lower_chunk(rule: UpdateRule, aligned: bool) -> Program:
+    """One chunk of tokens. Raises NotChunkable where a pass has no chunk form.
+
+    aligned: every chunk starts a group of tokens that share a gradient point, so the point is the carry itself;
+    otherwise the point is a carry too, and the leaf `fresh` says where a new group starts.
+    """
+    spec = rule.spec
+    batches = {p.optimizer.batch for p in spec.passes if p.optimizer.batch > 1}
+    if len(batches) > 1:
+        raise NotChunkable("the passes share gradient points among different numbers of tokens")
+    b = Builder(spec.dims)
+    lower = ExprLowering(b, rule.jacobians)
+    env: dict[str, Node] = bind_tensors(spec, b, ("t",))
+    for name, e in spec.lets:
+        env[name] = b.label(lower.vector(e, env), name)
+    outputs: dict[str, Node] = {}
+    for pass_, derived in zip(spec.passes, rule.passes, strict=True):
+        env[pass_.name] = _PassLowering(lower, pass_, derived, aligned).run(env, outputs)
+    y = b.expand(env[spec.passes[-1].name], {"t", *spec.passes[-1].read.shape})
+    return Program("chunk", spec.dims, b, {"y": y, **outputs})
+
+
+@dataclass
+class _PassLowering:
+    lower: ExprLowering
+    pass_: sp.Pass
+    derived: PassRule
+    aligned: bool
+
+    def run(self, env: dict[str, Node], outputs: dict[str, Node]) -> Node:
+        """Adds the pass's carries to the outputs and gives its readout."""
+        b, pass_, optimizer = self.lower.b, self.pass_, self.pass_.optimizer
+        if pass_.project:
+            raise NotChunkable("the projection after every token needs the memory at every token")
+        live = b.leaf("live", "live", ("t",))
+        memories = {m.name: self._memory(m, env, live) for m in pass_.memories}
+        rate = b.mul(self.lower.vector(optimizer.rate, env), live)
+        if optimizer.batch > 1:
+            self._write_at_frozen_point(memories, env, rate, outputs)
+        else:
+            self._write_at_each_token(memories, env, rate)
+        reads: dict[str, Value] = {**env, **memories}
+        for name, memory in memories.items():
+            outputs[f"carry:{name}"] = b.label(memory.end(), f"{name}_end")
+            if memory.momentum is not None:
+                outputs[f"carry:{momentum_name(name)}"] = b.label(memory.end_momentum(), f"{momentum_name(name)}_end")
+        return b.label(self.lower.vector(pass_.read, reads), f"read_{pass_.name}")
+
+    def _memory(self, memory: sp.Memory, env: dict[str, Node], live: Node) -> ChunkMemory:
+        b, optimizer = self.lower.b, self.pass_.optimizer
+        rows, columns = matrix_axes(memory.shape)
+        start = b.leaf("carry", memory.name, (rows, columns))
+        decay = quotient(b, self.lower.vector(self.pass_.retention[memory.name], {**env, memory.name: start}), start)
+        if decay is None:
+            raise NotChunkable(f"the retention of {memory.name} is no product of {memory.name} and a decay")
+        momentum = log_momentum = None
+        if optimizer.decay is not None:
+            momentum = b.leaf("carry", momentum_name(memory.name), (rows, columns))
+            log_momentum = self._live_log(self.lower.vector(optimizer.decay, env), live)
+        last = b.leaf("last", "last", ("t",))
+        return ChunkMemory(
+            b, memory.name, rows, columns, start, self._live_log(decay, live), live, last, momentum, log_momentum
+        )
+
+    def _live_log(self, decay: Node, live: Node) -> Node:
+        """log2 of a decay at every token, zero where there is no token."""
+        b = self.lower.b
+        if not positive(decay):
+            raise NotChunkable("a retention factor that may be negative has no logarithm")
+        return b.expand(b.mul(log2(b, decay), live), {"t"})
+
+    # -- gradient at a frozen point: everything is linear in the writes -----------------------------------------
+
+    def _write_at_frozen_point(
+        self, memories: dict[str, ChunkMemory], env: dict[str, Node], rate: Node, outputs: dict[str, Node]
+    ) -> None:
+        b, pass_ = self.lower.b, self.pass_
+        point: dict[str, Node] = {}
+        for name, memory in memories.items():
+            if self.aligned:
+                point[name] = memory.start
+            else:
+                frozen = b.leaf("carry", point_name(name), memory.start.axes)
+                point[name] = b.select(b.leaf("fresh", pass_.name, ()), memory.start, frozen)
+            outputs[f"carry:{point_name(name)}"] = point[name]
+        if pass_.optimizer.at == "retained":
+            point = {m: self.lower.vector(e, {**env, **point}) for m, e in pass_.retention.items()}
+            if any("t" in p.axes for p in point.values()):
+                raise NotChunkable("a gradient point that decays with every token is not frozen")
+        at_point: dict[str, Node] = {**env, **point}
+        for name, e in self.derived.definitions:
+            at_point[name] = b.label(self.lower.vector(e, at_point), name)
+        for name, memory in memories.items():
+            gradient = self.lower.vector(self.derived.gradients[name], at_point)
+            memory.writes += writes(b, b.mul(b.neg(rate), gradient), memory)
+
+    # -- gradient at the state just before each token -----------------------------------------------------------
+
+    def _write_at_each_token(self, memories: dict[str, ChunkMemory], env: dict[str, Node], rate: Node) -> None:
+        b = self.lower.b
+        probes = {name: Probe(b, memory) for name, memory in memories.items()}
+        at_token: dict[str, Value] = {**env, **probes}
+        for name, e in self.derived.definitions:
+            at_token[name] = b.label(self.lower.vector(e, at_token), name)
+        found: dict[str, list[Write]] = {}
+        for name, memory in memories.items():
+            gradient = self.lower.vector(self.derived.gradients[name], at_token)
+            found[name] = writes(b, b.mul(b.neg(rate), gradient), memory)
+        reads = [(name, probe) for name, probe in probes.items() if probe.x is not None]
+        if not reads:
+            for name, memory in memories.items():
+                memory.writes += found[name]
+            return
+        if len(memories) > 1:
+            raise NotChunkable("several memories whose gradients read each other at every token")
+        ((name, probe),) = reads
+        moment: Moment = "retained" if self.pass_.optimizer.at == "retained" else "before"
+        memories[name].writes += solve(b, memories[name], probe, found[name], moment)
+
+
+@dataclass
+class Probe:
+    """Stands for a memory at each token's own gradient point; its one read is an unknown that `solve` finds."""
+
+    b: Builder
+    memory: ChunkMemory
+    x: Node | None = None
+    over: str = ""
+    unknown: Node | None = None
+
+    def read(self, x: Node, over: str) -> Node:
+        if self.x is not None and (self.x is not x or self.over != over):
+            raise NotChunkable("the gradient at every token reads the memory through more than one vector")
+        self.x, self.over = x, over
+        other = self.memory.columns if over == self.memory.rows else self.memory.rows
+        self.unknown = self.b.leaf("saved", f"{self.memory.name} read", ("t", other))
+        return self.unknown
+
+
+def solve(b: Builder, memory: ChunkMemory, probe: Probe, found: list[Write], moment: Moment) -> list[Write]:
+    """Writes affine in the unknown read: the read follows from a triangular system over the chunk's tokens.
+
+    With writes l = c z + l' (z the unknown, c a scalar per token), z = P_0 x + sum_w scores_w l_w is
+    (I - sum_w scores_w diag(c_w)) z = P_0 x + sum_w scores_w l'_w.
+    """
+    x, over, unknown = probe.x, probe.over, probe.unknown
+    assert x is not None
+    assert unknown is not None
+    if memory.channel not in ("", over):
+        raise NotChunkable("a decay per channel of the read makes one triangular system for every channel")
+    system: Node | None = None
+    known = memory.read_start(x, over, moment)
+    split: list[tuple[Write, Node | None, Node]] = []
+    for w in found:
+        content, key = (w.left, w.right) if over == memory.columns else (w.right, w.left)
+        if w.frozen is not None or unknown in depends_on([key], [unknown]):
+            raise NotChunkable("the gradient at every token is not affine in the memory")
+        slope, rest = affine(b, content, unknown)
+        scores = memory.scores(key, x, over, moment)
+        if slope is not None:
+            term = b.mul(scores, b.rename(slope, "t", "s"))
+            system = term if system is None else b.add(system, term)
+        known = b.add(known, memory.mix(scores, rest, moment, over))
+        split.append((w, slope, rest))
+    if system is None:
+        return found
+    inverse = b.label(b.tri_inv(b.mask(system, "strict")), "inverse")
+    z = b.label(b.contract(inverse, b.rename(known, "t", "s"), {"s"}), f"{memory.name}_read")
+    result = []
+    for w, slope, rest in split:
+        content = rest if slope is None else b.add(b.mul(slope, z), rest)
+        b.label(content, "write")
+        result.append(Write(content, w.right) if over == memory.columns else Write(w.left, content))
+    return result
+
+
+def affine(b: Builder, value: Node, unknown: Node) -> tuple[Node | None, Node]:
+    """value = slope * unknown + rest, with slope a scalar per token (None: value is free of the unknown)."""
+    slope: Node | None = None
+    rest = b.zero(value.axes)
+    tainted = depends_on([value], [unknown])
+    for number, parts in addends(value, lambda n: n not in tainted):
+        if not tainted & set(parts):
+            rest = b.add(rest, b.mul(b.const(number), b.product(parts)))
+            continue
+        others = list(parts)
+        if unknown not in others:
+            raise NotChunkable("the gradient at every token is not affine in the memory")
+        others.remove(unknown)
+        if tainted & set(others) or any(set(p.axes) - {"t"} for p in others):
+            raise NotChunkable("the gradient at every token is not a scalar times a read of the memory")
+        term = b.expand(b.mul(b.const(number), b.product(others)), {"t"})
+        slope = term if slope is None else b.add(slope, term)
+    return slope, b.expand(rest, value.axes)
+
+
+def writes(b: Builder, value: Node, memory: ChunkMemory) -> list[Write]:
+    """A gradient step, summed out of products, as writes: every product must separate into rows and columns."""
+    rows, columns = memory.rows, memory.columns
+    outer: dict[Node, Node] = {}  # right factor -> sum of left factors, so that equal keys are written once
+    result: list[Write] = []
+    separate = ({"t", rows}, {"t", columns}, {rows, columns})
+    for number, parts in addends(value, lambda n: any(set(n.axes) <= axes for axes in separate)):
+        left, right, both = [b.const(number)], [], []
+        for p in parts:
+            match rows in p.axes, columns in p.axes:
+                case True, True:
+                    both.append(p)
+                case False, True:
+                    right.append(p)
+                case _:
+                    left.append(p)
+        mixed = both and right and any(rows in p.axes for p in left)
+        if mixed or any("t" in p.axes for p in both):
+            raise NotChunkable("a term of the gradient does not separate into rows and columns")
+        if both:
+            scale = b.product([*left, *right])
+            result.append(Write(b.const(1.0), scale, b.product(both)))
+        else:
+            key = b.expand(b.product(right), {columns})
+            content = b.expand(b.product(left), {rows})
+            outer[key] = b.add(outer[key], content) if key in outer else content
+    return [*(Write(content, key) for key, content in outer.items()), *result]
+
+
+def quotient(b: Builder, value: Node, start: Node) -> Node | None:
+    """value / start, if value is a product that holds start once; else None."""
+    if value is start:
+        return b.const(1.0)
+    if value.op != "mul":
+        return None
+    parts = factors(value)
+    others = [p for p in parts if p is not start]
+    if len(others) != len(parts) - 1 or start in depends_on(others, [start]):
+        return None
+    return b.product(others)
+
+
+def log2(b: Builder, value: Node) -> Node:
+    """log2 of a positive product; the logarithm of a declared decay is its input, without any rounding."""
+    match value.op:
+        case "exp2":
+            return value.args[0]
+        case "mul":
+            return b.add(log2(b, value.args[0]), log2(b, value.args[1]))
+        case "recip":
+            return b.neg(log2(b, value.args[0]))
+        case _:
+            return b.map("log2", value)
+
+
+def positive(value: Node) -> bool:
+    """Whether a value is positive for all inputs that the spec allows."""
+    match value.op:
+        case "exp2" | "sigmoid":
+            return True
+        case "const":
+            return bool(value.value and value.value > 0)
+        case "mul" | "add" | "max":
+            return all(positive(a) for a in value.args)
+        case "recip" | "sqrt" | "rsqrt" | "expand" | "rename":
+            return positive(value.args[0])
+        case _:
+            return False

@@ -1,0 +1,279 @@
+"""Spec expressions to IR values, for one token or for a chunk of tokens alike.
+
+Input: `Expr`, an environment of values, the derived Jacobians. Output: IR nodes.
+Whether a value has a token axis is decided by the environment alone: broadcasting by axis name does the rest. Does not
+decide how a memory is read at a token inside a chunk; the environment holds a `VirtualMemory` for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+import sympy
+
+from ttmdsl import functions
+from ttmdsl import spec as sp
+from ttmdsl.errors import TtmError
+from ttmdsl.ir import Builder, Node
+from ttmdsl.rule import Jacobian
+
+LOG2E = math.log2(math.e)
+
+
+class NotChunkable(TtmError):
+    """This layer has no chunk form by the rules we have; the exact sequential form stands in. Holds the reason."""
+
+
+class VirtualMemory(Protocol):
+    """A memory parameter at every token of a chunk, never materialised: it can only be read through a vector."""
+
+    def read(self, x: Node, over: str) -> Node:
+        """The contraction of the memory with x over one of its two axes, at every token."""
+
+
+Value: TypeAlias = "Node | VirtualMemory"
+Env: TypeAlias = Mapping[str, Value]
+
+
+class Matrix(NamedTuple):
+    """A matrix value and which of its axes are its rows and columns."""
+
+    node: Value
+    rows: str
+    columns: str
+
+
+def matrix_axes(shape: sp.Shape) -> tuple[str, str]:
+    """Axes of a matrix with this shape: the columns of a square one get a primed axis."""
+    rows, columns = shape
+    return rows, columns + "'" if rows == columns else columns
+
+
+@dataclass(frozen=True)
+class ExprLowering:
+    """Lowers expressions of one layer into one builder."""
+
+    b: Builder
+    jacobians: Mapping[str, Jacobian]
+
+    def vector(self, e: sp.Expr, env: Env) -> Node:
+        """A scalar, a vector, or a matrix in its canonical axes."""
+        b = self.b
+        match e:
+            case sp.Num(value=v) | sp.Const(value=v):
+                return b.const(v)
+            case sp.Size(dim=d):
+                return b.size(d)
+            case sp.Ref(name=name):
+                value = env[name]
+                if not isinstance(value, Node):
+                    raise NotChunkable(f"memory {name} is used other than by a product with a vector")
+                return value
+            case sp.Map(fn=fn, x=x):
+                return self.map(fn, self.vector(x, env))
+            case sp.Binary(op="pow", a=x, b=exponent):
+                return b.pow(self.vector(x, env), _number(exponent))
+            case sp.Binary(op=op, a=x, b=y):
+                u, v = self.vector(x, env), self.vector(y, env)
+                match op:
+                    case "add":
+                        return b.add(u, v)
+                    case "sub":
+                        return b.sub(u, v)
+                    case "mul":
+                        return b.mul(u, v)
+                    case "div":
+                        return b.div(u, v)
+                    case _:
+                        return b.map(op, u, v)
+            case sp.MatVec(m=m, x=x):
+                return self.matvec(self.matrix(m, env), self.vector(x, env), e.shape)
+            case sp.Inner(a=x, b=y):
+                u, v = self.vector(x, env), self.vector(y, env)
+                return b.contract(u, v, set(x.shape)) if len(x.shape) == 1 else self._full_sum(b.mul(u, v), x.shape)
+            case sp.Norm(x=x, p=p, power=power):
+                u = self.vector(x, env)
+                terms = b.mul(u, u) if p == 2 else b.pow(b.map("abs", u), p)
+                return b.pow(self._full_sum(terms, x.shape), power / p)
+            case sp.Total(x=x):
+                return self._full_sum(self.vector(x, env), x.shape)
+            case sp.Mean(x=x):
+                count = b.product(b.size(d) for d in x.shape)
+                return b.div(self._full_sum(self.vector(x, env), x.shape), count)
+            case sp.Apply(fn=fn, x=x):
+                return self.apply(fn, self.vector(x, env), x.shape[0], env)
+            case sp.JacT(fn=fn, at=at, cot=cot):
+                return self.jac_t(fn, self.vector(at, env), self.vector(cot, env), at.shape[0], env)
+            case _:
+                return self.canonical(self.matrix(e, env), e.shape)
+
+    def matrix(self, e: sp.Expr, env: Env) -> Matrix:
+        """A matrix with its row and column axes; a transpose swaps the two and moves nothing."""
+        match e:
+            case sp.Ref(name=name):
+                return Matrix(env[name], *matrix_axes(e.shape))
+            case sp.Transpose(m=m):
+                inner = self.matrix(m, env)
+                return Matrix(inner.node, inner.columns, inner.rows)
+            case sp.Outer(a=x, b=y):
+                rows, columns = matrix_axes(e.shape)
+                return Matrix(
+                    self.b.mul(self.vector(x, env), self.b.rename(self.vector(y, env), y.shape[0], columns)), rows, columns
+                )
+            case sp.Columns(fn=fn, m=m) | sp.Rows(fn=fn, m=m):
+                inner = self._nodes(m, env)
+                axis = inner.rows if isinstance(e, sp.Columns) else inner.columns
+                return Matrix(self.apply(fn, inner.node, axis, env), inner.rows, inner.columns)
+            case sp.ColumnsJacT(fn=fn, m=m, cot=cot) | sp.RowsJacT(fn=fn, m=m, cot=cot):
+                at, inner = self._nodes(m, env), self._nodes(cot, env)
+                axis = at.rows if isinstance(e, sp.ColumnsJacT) else at.columns
+                moved = inner.node if inner[1:] == at[1:] else self.canonical(inner, cot.shape)
+                return Matrix(self.jac_t(fn, at.node, moved, axis, env), at.rows, at.columns)
+            case _:
+                return Matrix(self.vector(e, env), *matrix_axes(e.shape))
+
+    def _nodes(self, e: sp.Expr, env: Env) -> _NodeMatrix:
+        m = self.matrix(e, env)
+        if not isinstance(m.node, Node):
+            raise NotChunkable("a memory is used other than by a product with a vector")
+        return _NodeMatrix(m.node, m.rows, m.columns)
+
+    def canonical(self, m: Matrix, shape: sp.Shape) -> Node:
+        """The matrix in the axes that its shape has."""
+        if not isinstance(m.node, Node):
+            raise NotChunkable("a memory is used other than by a product with a vector")
+        rows, columns = matrix_axes(shape)
+        if (m.rows, m.columns) == (rows, columns):
+            return m.node
+        spare = rows.rstrip("'") + "''"
+        return self.b.rename(self.b.rename(self.b.rename(m.node, m.rows, spare), m.columns, columns), spare, rows)
+
+    def matvec(self, m: Matrix, x: Node, shape: sp.Shape) -> Node:
+        x = self.b.rename(x, m.columns.rstrip("'"), m.columns)
+        y = self.b.contract(m.node, x, {m.columns}) if isinstance(m.node, Node) else m.node.read(x, m.columns)
+        return self.b.rename(y, m.rows, shape[0])
+
+    def _full_sum(self, x: Node, shape: sp.Shape) -> Node:
+        return self.b.sum(x, set(shape) if len(shape) < 2 else set(matrix_axes(shape)))
+
+    # -- functions -------------------------------------------------------------------------------------------
+
+    def map(self, fn: str, x: Node) -> Node:
+        """A scalar function of functions.py, elementwise."""
+        b = self.b
+        match fn:
+            case "exp":
+                return b.map("exp2", b.mul(b.const(LOG2E), x))
+            case "log":
+                return b.mul(b.const(1 / LOG2E), b.map("log2", x))
+            case "relu":
+                return b.map("max", x, b.const(0.0))
+            case "softplus":  # max(x, 0) + log(1 + exp(-|x|)) overflows nowhere
+                tail = b.map("log2", b.add(b.const(1.0), self.map("exp", b.neg(b.map("abs", x)))))
+                return b.add(b.map("max", x, b.const(0.0)), b.mul(b.const(1 / LOG2E), tail))
+            case "sqrt" | "abs" | "sign" | "sigmoid" | "tanh":
+                return b.map(fn, x)
+            case _:
+                return self.formula(functions.formula(fn), {"x": x})
+
+    def apply(self, fn: str, x: Node, axis: str, env: Env) -> Node:
+        """A vector function along one axis."""
+        return self.formula(self.jacobians[fn].value, self.symbols(fn, x, axis, env)) if fn != "softmax" else self.softmax(x, axis)
+
+    def softmax(self, x: Node, axis: str) -> Node:
+        weights = self.map("exp", self.b.sub(x, self.b.amax(x, {axis})))
+        return self.b.div(weights, self.b.sum(weights, {axis}))
+
+    def symbols(self, fn: str, x: Node, axis: str, env: Env) -> dict[str, Node]:
+        """What the symbols of a Jacobian stand for at the argument x."""
+        b, jac = self.b, self.jacobians[fn]
+        table: dict[str, Node] = {"x": x, "n": b.size(axis.rstrip("'"))}
+        used = jac.value.free_symbols.union(*(s.free_symbols for s in jac.aggregates), jac.diagonal.free_symbols)
+        for name in sorted(str(s) for s in used):
+            if name in env and name not in table:
+                value = env[name]
+                assert isinstance(value, Node)
+                table[name] = b.rename(value, axis.rstrip("'"), axis)
+        for r, summand in enumerate(jac.aggregates):
+            table[f"s{r}"] = b.sum(b.expand(self.formula(summand, table), {axis}), {axis})
+        return table
+
+    def jac_t(self, fn: str, x: Node, cot: Node, axis: str, env: Env) -> Node:
+        """J_fn(x)^T cot along one axis: diagonal part, then one contraction for each rank-one term."""
+        b, jac = self.b, self.jacobians[fn]
+        if cot.op == "add":
+            return b.add(*(self.jac_t(fn, x, c, axis, env) for c in cot.args))
+        if cot.op == "neg":
+            return b.neg(self.jac_t(fn, x, cot.args[0], axis, env))
+        if fn == "softmax":
+            table = {"y": self.softmax(x, axis), "n": b.size(axis.rstrip("'"))}
+        else:
+            table = self.symbols(fn, x, axis, env)
+            table["y"] = self.formula(jac.value, table)
+        result = b.mul(self.formula(jac.diagonal, table), cot)
+        for left, right in jac.low_rank:
+            along = b.sum(b.expand(b.mul(self.formula(left, table), cot), {axis}), {axis})
+            result = b.add(result, b.mul(self.formula(right, table), along))
+        return result
+
+    def formula(self, f: sympy.Expr, table: Mapping[str, Node]) -> Node:
+        """A scalar sympy formula over the values its symbols stand for."""
+        b = self.b
+        match f:
+            case sympy.Symbol():
+                return table[f.name]
+            case sympy.Number() | sympy.NumberSymbol():
+                return b.const(float(f))
+            case sympy.Add():
+                terms = [self.formula(a, table) for a in f.args]
+                result = terms[0]
+                for t in terms[1:]:
+                    result = b.add(result, t)
+                return result
+            case sympy.Mul():
+                return b.product(self.formula(a, table) for a in f.args)
+            case sympy.exp():
+                return self.map("exp", self.formula(f.args[0], table))
+            case sympy.Pow():
+                return b.pow(self.formula(f.base, table), float(f.exp))
+            case sympy.Max() | sympy.Min():
+                op = "max" if isinstance(f, sympy.Max) else "min"
+                terms = [self.formula(a, table) for a in f.args]
+                result = terms[0]
+                for t in terms[1:]:
+                    result = b.map(op, result, t)
+                return result
+            case sympy.Heaviside():
+                return b.map("step", self.formula(f.args[0], table))
+            case sympy.Function():
+                name = type(f).__name__.lower()
+                argument = self.formula(f.args[0], table)
+                return b.map("erf", argument) if name == "erf" else self.map(name, argument)
+            case _:
+                raise AssertionError(f"no IR for the formula {f!r}")
+
+
+class _NodeMatrix(NamedTuple):
+    node: Node
+    rows: str
+    columns: str
+
+
+def _number(e: sp.Expr) -> float:
+    """The number that a constant expression is; the checker has seen that it is one."""
+    match e:
+        case sp.Num(value=v) | sp.Const(value=v):
+            return float(v)
+        case sp.Binary(op="div", a=x, b=y):
+            return _number(x) / _number(y)
+        case sp.Binary(op="sub", a=x, b=y):
+            return _number(x) - _number(y)
+        case sp.Binary(op="mul", a=x, b=y):
+            return _number(x) * _number(y)
+        case sp.Binary(op="add", a=x, b=y):
+            return _number(x) + _number(y)
+        case _:
+            raise AssertionError(f"not a number: {e!r}")

@@ -1,0 +1,98 @@
+"""The exact sequential form: one token of the recurrence as a program.
+
+Input: `UpdateRule`. Output: `Program` with unit "token": carries in, one token's inputs in; output y and carries out.
+Every spec has this form. Also holds what both lowerings share: how a layer's tensors and states become leaves.
+"""
+
+from __future__ import annotations
+
+from ttmdsl import spec as sp
+from ttmdsl.ir import Axes, Builder, Node, Program
+from ttmdsl.lower_expr import LOG2E, Env, ExprLowering, matrix_axes
+from ttmdsl.rule import PassRule, UpdateRule
+
+
+def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes) -> dict[str, Node]:
+    """Leaves for the op's tensors, by the spec's own names: a decay is two to the power of its logarithm."""
+    env: dict[str, Node] = {}
+    for tensor in spec.tensors:
+        per_token = tensor.kind != "param"
+        leaf = b.leaf("token" if per_token else "param", tensor.keyword, (*(token_axes if per_token else ()), *tensor.shape))
+        is_decay = tensor.range == "decay"
+        env[tensor.name] = b.label(b.map("exp2", b.mul(b.const(LOG2E), leaf)), tensor.name) if is_decay else leaf
+    return env
+
+
+def momentum_name(memory: str) -> str:
+    """State key of the momentum of a memory."""
+    return f"{memory}_momentum"
+
+
+def point_name(memory: str) -> str:
+    """State key of the state at the current group's gradient point."""
+    return f"{memory}_point"
+
+
+def state_axes(spec: sp.LayerSpec) -> dict[str, Axes]:
+    """Axes, as rows and columns, of every matrix in the state: memories, momenta and gradient points."""
+    axes: dict[str, Axes] = {}
+    for p in spec.passes:
+        for m in p.memories:
+            names = [m.name]
+            if p.optimizer.kind == "momentum":
+                names.append(momentum_name(m.name))
+            if p.optimizer.batch > 1:
+                names.append(point_name(m.name))
+            axes |= dict.fromkeys(names, matrix_axes(m.shape))
+    return axes
+
+
+def lower_token(rule: UpdateRule) -> Program:
+    """One token: gradient at the point, retention, optimizer step, projection, then the readout."""
+    spec = rule.spec
+    b = Builder(spec.dims)
+    lower = ExprLowering(b, rule.jacobians)
+    env: dict[str, Node] = bind_tensors(spec, b, ())
+    for name, e in spec.lets:
+        env[name] = b.label(lower.vector(e, env), name)
+    outputs: dict[str, Node] = {}
+    for pass_, derived in zip(spec.passes, rule.passes, strict=True):
+        env[pass_.name] = _pass(lower, pass_, derived, env, outputs)
+    return Program("token", spec.dims, b, {"y": env[spec.passes[-1].name], **outputs})
+
+
+def _pass(lower: ExprLowering, pass_: sp.Pass, derived: PassRule, env: dict[str, Node], outputs: dict[str, Node]) -> Node:
+    b, optimizer = lower.b, pass_.optimizer
+    state: dict[str, Node] = {}
+    point: dict[str, Node] = {}
+    for memory in pass_.memories:
+        axes = matrix_axes(memory.shape)
+        state[memory.name] = b.leaf("carry", memory.name, axes)
+        if optimizer.batch > 1:
+            frozen = b.leaf("carry", point_name(memory.name), axes)
+            point[memory.name] = b.select(b.leaf("fresh", pass_.name, ()), state[memory.name], frozen)
+            outputs[f"carry:{point_name(memory.name)}"] = point[memory.name]
+        else:
+            point[memory.name] = state[memory.name]
+    kept = {m: lower.vector(e, {**env, **state}) for m, e in pass_.retention.items()}
+    if optimizer.at == "retained":
+        point = {m: lower.vector(e, {**env, **point}) for m, e in pass_.retention.items()}
+    at_point: dict[str, Node] = {**env, **point}
+    for name, e in derived.definitions:
+        at_point[name] = b.label(lower.vector(e, at_point), name)
+    rate = lower.vector(optimizer.rate, env)
+    new: dict[str, Node] = {}
+    for memory in pass_.memories:
+        name = memory.name
+        step = b.mul(b.neg(rate), lower.vector(derived.gradients[name], at_point))
+        if optimizer.decay is not None:
+            u = b.leaf("carry", momentum_name(name), matrix_axes(memory.shape))
+            step = b.add(b.mul(lower.vector(optimizer.decay, env), u), step)
+            outputs[f"carry:{momentum_name(name)}"] = b.label(step, momentum_name(name))
+        new[name] = b.label(b.add(kept[name], step), f"{name}_step")
+    for name, e in pass_.project.items():
+        new[name] = lower.vector(e, {**env, **new})
+    for name, value in new.items():
+        outputs[f"carry:{name}"] = b.label(b.expand(value, state[name].axes), f"{name}_new")
+    read_env: Env = {**env, **new}
+    return b.label(b.expand(lower.vector(pass_.read, read_env), pass_.read.shape), f"read_{pass_.name}")

@@ -1,0 +1,129 @@
+"""The passes in order; nothing else decides it.
+
+Input: a spec's text and the constants that override its own. Output: the source of its module, and the result of every
+stage on the way, each of which can be printed. Holds no pass itself: one file each, imported when it is its turn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttmdsl.options import Options
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is being compiled, and the result of every stage that has run, by the stage's name."""
+
+    text: str
+    filename: str
+    consts: Mapping[str, float]
+    done: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named pass: how it follows from the ones before it, and how its result is printed."""
+
+    name: str
+    run: Callable[[Job], Any]
+    show: Callable[[Any], str] = str
+
+
+def _parse(job: Job) -> Any:
+    from ttmdsl.parse import parse
+
+    return parse(job.text, job.filename)
+
+
+def _check(job: Job) -> Any:
+    from ttmdsl.check import check
+
+    return check(job.done["parse"], job.text, job.filename, dict(job.consts))
+
+
+def _derive(job: Job) -> Any:
+    from ttmdsl.derive import derive
+
+    return derive(job.done["check"])
+
+
+def _lower(job: Job) -> Any:
+    from ttmdsl.lower import lower
+
+    return lower(job.done["derive"])
+
+
+def _emit(job: Job) -> str:
+    from ttmdsl.emit_module import emit_module
+    from ttmdsl.explain import header
+
+    return emit_module(job.done["check"], header(job.done["derive"]).splitlines(), sections(job))
+
+
+def sections(job: Job) -> dict[str, str]:
+    """The source text of each backend."""
+    from ttmdsl.emit_reference import emit_reference
+    from ttmdsl.emit_torch import emit_torch
+    from ttmdsl.emit_triton import emit_triton
+
+    return {
+        "reference": emit_reference(job.done["check"]),
+        "torch": emit_torch(job.done["lower"]),
+        "triton": emit_triton(job.done["lower"]),
+    }
+
+
+def _show_data(result: object) -> str:
+    from rich.pretty import pretty_repr
+
+    return pretty_repr(result, max_width=110)
+
+
+def _show_rule(rule: Any) -> str:
+    from ttmdsl.explain import explain
+
+    return str(explain(rule, "", False))
+
+
+# The compiler. Derivation, lowering and reverse mode know neither torch nor triton.
+STAGES = (
+    Stage("parse", _parse, _show_data),  # text to a syntax tree
+    Stage("check", _check, _show_data),  # every name resolved, every shape known: LayerSpec
+    Stage("derive", _derive, _show_rule),  # closed-form, factored gradients: UpdateRule
+    Stage("lower", _lower),  # chunk and token programs, forward and backward
+    Stage("emit", _emit),  # the module's source text
+)
+
+
+def compile_source(text: str, filename: str, consts: Mapping[str, float], options: Options) -> str:
+    """The source of the generated module."""
+    return str(run(text, filename, consts, options).done["emit"])
+
+
+def run(text: str, filename: str, consts: Mapping[str, float], options: Options, after: str = STAGES[-1].name) -> Job:
+    """Every stage up to and including `after`; each prints itself to `options.dump` if that is a folder."""
+    job = Job(text, filename, consts)
+    for number, stage in enumerate(STAGES):
+        job.done[stage.name] = stage.run(job)
+        if options.dump is not None:
+            options.dump.mkdir(parents=True, exist_ok=True)
+            title = getattr(job.done.get("check"), "name", "layer")
+            path = options.dump / f"{title}.{number}_{stage.name}.txt"
+            path.write_text(show(job, stage.name), encoding="utf-8")
+        if stage.name == after:
+            break
+    return job
+
+
+def show(job: Job, name: str) -> str:
+    """The print of a stage's result."""
+    return _stages()[name].show(job.done[name]).rstrip("\n") + "\n"
+
+
+@functools.cache
+def _stages() -> dict[str, Stage]:
+    return {stage.name: stage for stage in STAGES}

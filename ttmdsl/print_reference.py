@@ -1,0 +1,314 @@
+"""Prints declared expressions as torch code, for the reference.
+
+Input: `Expr` and `Comp` nodes of a `LayerSpec`. Output: `Code`, and in the `Printer` the locals that the code uses.
+Knows nothing of clauses, tokens or gradients (emit_reference.py does); prints no node that `derive` makes.
+
+Expressions are printed over tensors `[B, H, *shape]` (params `[H, *shape]`), component formulas over tensors
+whose last axes are the formula's indices, outermost first; a value without an index keeps one last axis of length 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from typing_extensions import assert_never
+
+from ttmdsl import spec as s
+
+Axes: TypeAlias = tuple[str | int, ...]
+
+_ADD, _MUL, _NEG, _POW, _ATOM = range(5)
+
+_SCALAR = {
+    "abs": "{}.abs()",
+    "cos": "torch.cos({})",
+    "erf": "torch.erf({})",
+    "exp": "torch.exp({})",
+    "expm1": "torch.expm1({})",
+    "gelu": "torch.nn.functional.gelu({})",
+    "log": "torch.log({})",
+    "log1p": "torch.log1p({})",
+    "relu": "torch.relu({})",
+    "rsqrt": "torch.rsqrt({})",
+    "sigmoid": "torch.sigmoid({})",
+    "sign": "torch.sign({})",
+    "silu": "torch.nn.functional.silu({})",
+    "sin": "torch.sin({})",
+    "softplus": "torch.nn.functional.softplus({}, threshold=60)",
+    "sqrt": "torch.sqrt({})",
+    "square": "{}.square()",
+    "tanh": "torch.tanh({})",
+}
+_VECTOR = {"softmax": "torch.softmax({}, -1)"}
+
+# What the emitted functions say themselves; a local of that name gets an underscore.
+_RESERVED = re.compile(r"torch|__debug__|_ref_.*|(total|mean)_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Source text, its precedence, and the dims (or index depths) of its last axes; None for a Python number."""
+
+    text: str
+    axes: Axes | None
+    level: int = _ATOM
+
+    def at(self, level: int) -> str:
+        """The text, in parentheses where it binds less tightly than `level`."""
+        return self.text if self.level >= level else f"({self.text})"
+
+    @property
+    def atom(self) -> str:
+        return self.at(_ATOM)
+
+
+def _number(value: float) -> Code:
+    whole = math.isfinite(value) and value == int(value) and abs(value) < 1e6
+    text = str(int(value)) if whole else repr(float(value)) if math.isfinite(value) else f'float("{value}")'
+    return Code(text, None, _NEG if text.startswith("-") else _ATOM)
+
+
+def _aligned(code: Code, target: Axes) -> Code:
+    """The tensor with new axes of length 1 where `target` has more; equal names match from the last axis on."""
+    assert code.axes is not None
+    rest, marks = list(code.axes), []
+    for axis in reversed(target):
+        if rest and rest[-1] == axis:
+            rest.pop()
+            marks.append(":")
+        else:
+            marks.append("None")
+    assert not rest, f"{code.axes} are not among {target}"
+    while marks and marks[-1] == ":":
+        marks.pop()
+    return Code(f"{code.atom}[..., {', '.join(reversed(marks))}]", target) if marks else code
+
+
+def to_shape(code: Code, shape: Axes) -> Code:
+    """An expression's operand for a value of that shape."""
+    if code.axes is None or code.axes == shape:
+        return code
+    if code.axes == shape[::-1]:
+        return Code(f"{code.atom}.mT", shape)
+    return _aligned(code, shape)
+
+
+def _to_indices(code: Code, axes: Axes) -> Code:
+    """A component formula's operand for a value with those indices."""
+    if code.axes is None or len(axes) < 2:
+        return code
+    return _aligned(code if code.axes else replace(code, axes=axes[:1]), axes)
+
+
+def _binary(op: s.BinaryOp, a: Code, b: Code, axes: Axes | None) -> Code:
+    match op:
+        case "add":
+            return Code(f"{a.at(_ADD)} + {b.at(_MUL)}", axes, _ADD)
+        case "sub":
+            return Code(f"{a.at(_ADD)} - {b.at(_MUL)}", axes, _ADD)
+        case "mul" if a.text == "-1":
+            return Code(f"-{b.at(_NEG)}", axes, _NEG)
+        case "mul":
+            return Code(f"{a.at(_MUL)} * {b.at(_NEG)}", axes, _MUL)
+        case "div":
+            return Code(f"{a.at(_MUL)} / {b.at(_NEG)}", axes, _MUL)
+        case "pow":
+            base = f"float({a.text})" if a.axes is None else a.atom
+            return Code(f"{base} ** {b.at(_NEG)}", axes, _POW)
+        case "max" | "min":
+            return Code(f"torch.{op}imum({a.text}, {b.text})", axes)
+        case _:
+            assert_never(op)
+
+
+@dataclass(slots=True)
+class Printer:
+    """Prints the expressions of one function. `like` is a tensor at hand; the rest is what the function needs."""
+
+    spec: s.LayerSpec
+    like: str
+    arguments: tuple[str, ...] = ()
+    locals: dict[str, str] = field(default_factory=dict)
+    definitions: list[tuple[str, str]] = field(default_factory=list)
+
+    def local(self, name: str, source: str = "") -> str:
+        """The local variable that holds the spec's `name`; `source` fetches it."""
+        if name not in self.locals:
+            local = name
+            while _RESERVED.fullmatch(local) or local in self.arguments or local in self.locals.values():
+                local += "_"
+            self.locals[name] = local
+            if source:
+                self.definitions.append((local, source))
+        return self.locals[name]
+
+    def define(self, kind: str, text: str) -> str:
+        """A local for a sum or a mean; the same one for the same text."""
+        for name, known in self.definitions:
+            if known == text:
+                return name
+        self.definitions.append((f"{kind}_{len(self.definitions)}", text))
+        return self.definitions[-1][0]
+
+    # ---- what expressions and component formulas share ------------------------------------------------------
+
+    def tensor(self, code: Code) -> Code:
+        return Code(f"{self.like}.new_tensor({code.text})", ()) if code.axes is None else code
+
+    def map(self, fn: str, x: Code) -> Code:
+        if fn == "neg":
+            return Code(f"-{x.at(_NEG)}", x.axes, _NEG)
+        template, x = _SCALAR[fn], self.tensor(x)
+        return Code(template.format(x.atom if template.startswith("{}") else x.text), x.axes)
+
+    def binary(self, op: s.BinaryOp, a: Code, b: Code, axes: Axes, align: Callable[[Code, Axes], Code]) -> Code:
+        if op in ("max", "min"):
+            a, b = self.tensor(a), self.tensor(b)
+        numbers = a.axes is None and b.axes is None
+        return _binary(op, align(a, axes), align(b, axes), None if numbers else axes)
+
+    # ---- expressions -------------------------------------------------------------------------------------------
+
+    def total(self, x: Code, how: str = "sum") -> Code:
+        dims = {0: "", 1: "-1", 2: "(-2, -1)"}[len(x.axes or ())]
+        return Code(f"{x.atom}.{how}({dims})", ()) if dims else x
+
+    def power(self, x: Code, r: float) -> Code:
+        """x^r of an x that is not negative; derivatives that are not finite at 0 are taken as 0."""
+        if r == 1:
+            return x
+        if r < 0 or r == int(r):
+            return _binary("pow", x, _number(r), x.axes)
+        return Code(f"_ref_power({x.text}, {_number(r).text})", x.axes)
+
+    def norm(self, x: Code, p: float, power: float) -> Code:
+        size = Code(f"{x.atom}.abs()", x.axes)
+        if not x.axes:
+            return self.power(size, power)
+        if math.isinf(p):
+            return self.power(self.total(size, "amax"), power)
+        return self.power(self.total(self.power(x if p > 0 and p % 2 == 0 else size, p)), power / p)
+
+    def applied(self, fn: str, x: str, rows: bool) -> str:
+        """A call of a vector function along the last axis; with `rows`, of a tensor that has one axis before it."""
+        if fn not in self.spec.fns:
+            return _VECTOR[fn].format(x)
+        arguments = [x]
+        for name in fn_params(self.spec.fns[fn]):
+            shape = self.spec.tensor(name).shape or ("",)
+            param = Code(self.local(name, f'x["{name}"]'), self.spec.tensor(name).shape)
+            arguments.append(_aligned(param, ("", *shape) if rows else shape).text)
+        return f"_ref_fn_{fn}({', '.join(arguments)})"
+
+    def expr(self, e: s.Expr) -> Code:
+        match e:
+            case s.Num(value) | s.Const(_, value):
+                return _number(value)
+            case s.Size(dim):
+                return Code(size_of(self.spec, dim), None)
+            case s.Ref(name, kind, shape):
+                return Code(self.local(name, _source(name, kind)), shape)
+            case s.Map(fn, x):
+                return self.map(fn, self.expr(x))
+            case s.Binary(op, a, b, shape):
+                return self.binary(op, self.expr(a), self.expr(b), shape, to_shape)
+            case s.MatVec(m, x, shape):
+                return Code(f"({self.expr(m).atom} @ {self.expr(x).atom}[..., None])[..., 0]", shape)
+            case s.Transpose(m, shape):
+                return Code(f"{self.expr(m).atom}.mT", shape)
+            case s.Inner(a, b):
+                return self.total(self.binary("mul", self.expr(a), self.expr(b), a.shape, to_shape))
+            case s.Norm(x, p, power):
+                return self.norm(self.tensor(self.expr(x)), p, power)
+            case s.Total(x):
+                return self.total(self.expr(x))
+            case s.Mean(x):
+                return self.total(self.expr(x), "mean")
+            case s.Apply(fn, x, shape):
+                return Code(self.applied(fn, self.expr(x).text, rows=False), shape)
+            case s.Rows(fn, m, shape):
+                return Code(self.applied(fn, self.expr(m).text, rows=True), shape)
+            case s.Columns(fn, m, shape):
+                return Code(f"{self.applied(fn, f'{self.expr(m).atom}.mT', rows=True)}.mT", shape)
+            case s.Outer() | s.JacT() | s.ColumnsJacT() | s.RowsJacT():
+                raise AssertionError("only derive makes such a node; a declared layer holds none")
+            case _:
+                assert_never(e)
+
+    # ---- component formulas --------------------------------------------------------------------------------------
+
+    def comp(self, c: s.Comp, scope: tuple[str, ...]) -> Code:
+        """`scope`: the indices in force, outermost first; an inner one hides an outer one of the same name."""
+        match c:
+            case s.CNum(value) | s.CConst(_, value):
+                return _number(value)
+            case s.CSize():
+                return Code(f"{self.like}.shape[-1]", None)
+            case s.CElem(index):
+                return Code(self.like, (_depth(scope, index),))
+            case s.CRef(name, index):
+                return Code(self.local(name), (_depth(scope, index),) if index else ())
+            case s.CMap(fn, x):
+                return self.map(fn, self.comp(x, scope))
+            case s.CBinary(op, a, b):
+                left, right = self.comp(a, scope), self.comp(b, scope)
+                union = {int(i) for i in (left.axes or ()) + (right.axes or ())}
+                return self.binary(op, left, right, tuple(sorted(union)), _to_indices)
+            case s.CSum(index, body) | s.CMean(index, body):
+                inner = self.comp(body, (*scope, index))
+                if not inner.axes or inner.axes[-1] != len(scope):
+                    size = Code(f"{self.like}.shape[-1]", None)
+                    return _binary("mul", inner, size, inner.axes) if isinstance(c, s.CSum) else inner
+                dims = "-1" if len(inner.axes) > 1 else "-1, keepdim=True"
+                kind, how = ("total", "sum") if isinstance(c, s.CSum) else ("mean", "mean")
+                return Code(self.define(kind, f"{inner.atom}.{how}({dims})"), inner.axes[:-1])
+            case _:
+                assert_never(c)
+
+
+def _source(name: str, kind: s.RefKind) -> str:
+    match kind:
+        case "let":
+            return f"_ref_let_{name}(memory, x)"
+        case "memory":
+            return f'memory["{name}"]'
+        case "input" | "gate" | "param" | "pass":
+            return f'x["{name}"]'
+        case _:
+            assert_never(kind)
+
+
+def _depth(scope: tuple[str, ...], index: str) -> int:
+    return len(scope) - 1 - scope[::-1].index(index)
+
+
+def fn_params(fn: s.VectorFn) -> tuple[str, ...]:
+    """The tensors that a vector function's formula mentions, in order of first mention."""
+
+    def names(c: s.Comp) -> Iterable[str]:
+        match c:
+            case s.CRef(name, _):
+                yield name
+            case s.CMap(_, x) | s.CSum(_, x) | s.CMean(_, x):
+                yield from names(x)
+            case s.CBinary(_, a, b):
+                yield from names(a)
+                yield from names(b)
+            case s.CNum() | s.CConst() | s.CSize() | s.CElem():
+                return
+            case _:
+                assert_never(c)
+
+    return tuple(dict.fromkeys(names(fn.body)))
+
+
+def size_of(spec: s.LayerSpec, dim: str) -> str:
+    """Code for a dim's size inside a clause: of a tensor that has it, else the entry that every token carries."""
+    for tensor in spec.tensors:
+        if dim in tensor.shape:
+            return f'x["{tensor.name}"].shape[{tensor.shape.index(dim) - len(tensor.shape)}]'
+    return f'x["|{dim}|"]'
