@@ -6,8 +6,6 @@ import sys
 from types import ModuleType
 
 _SOURCES = {
-    "ttmdsl.explain": "def header(rule):\n    return 'the update'\n",
-    "ttmdsl.lower": "def lower(rule):\n    return rule\n",
     "ttmdsl.emit_torch": (
         "def emit_torch(lowered):\n    return 'def _torch(x, state):\\n    return _reference(x, state)'\n"
     ),
@@ -18,9 +16,11 @@ _SOURCES = {
 
 
 def install() -> None:
-    """Fill in the passes that cannot be found, or all of them if TTM_STUBS says so."""
+    """Fill in the passes that cannot be found, and those that TTM_STUBS names."""
     for name, source in _SOURCES.items():
-        if name not in sys.modules and (os.environ.get("TTM_STUBS") or importlib.util.find_spec(name) is None):
+        if name not in sys.modules and (
+            name in os.environ.get("TTM_STUBS", "") or importlib.util.find_spec(name) is None
+        ):
             module = ModuleType(name)
             exec(source, module.__dict__)
             sys.modules[name] = module

@@ -52,7 +52,11 @@ BAD: dict[str, tuple[type[Exception], Callable[[], dict[str, Any]], str]] = {
         lambda: dropped("log_alpha") | {"alpha": torch.rand(B, T, H)},
         "op(): alpha: no such argument; expected 'log_alpha'? One of q, k, v, log_alpha, beta,",
     ),
-    "misspelt name": (TypeError, lambda: dropped("beta") | {"betta": 1}, "op(): betta: no such argument; expected 'beta'?"),
+    "misspelt name": (
+        TypeError,
+        lambda: dropped("beta") | {"betta": 1},
+        "op(): betta: no such argument; expected 'beta'?",
+    ),
     "missing name": (TypeError, lambda: dropped("v"), "op(): v: expected a tensor, got nothing"),
     "no tensor": (TypeError, lambda: inputs() | {"k": [1.0]}, "op(): k: expected a tensor, got list"),
     "none": (TypeError, lambda: inputs() | {"beta": None}, "op(): beta: expected a tensor, got NoneType"),
@@ -106,8 +110,16 @@ BAD: dict[str, tuple[type[Exception], Callable[[], dict[str, Any]], str]] = {
         lambda: inputs() | {"log_alpha": torch.full((B, T, H), 0.9)},
         "op(): log_alpha: expected the logarithm of a decay, at most 0, got a maximum of 0.9",
     ),
-    "no such backend": (ValueError, lambda: inputs() | {"backend": "tirton"}, "op(): backend: expected 'triton'? One of auto, triton"),
-    "backend of another type": (ValueError, lambda: inputs() | {"backend": None}, "op(): backend: expected one of auto"),
+    "no such backend": (
+        ValueError,
+        lambda: inputs() | {"backend": "tirton"},
+        "op(): backend: expected 'triton'? One of auto, triton",
+    ),
+    "backend of another type": (
+        ValueError,
+        lambda: inputs() | {"backend": None},
+        "op(): backend: expected one of auto",
+    ),
     "state of another type": (
         TypeError,
         lambda: inputs() | {"initial_state": torch.zeros(1)},
@@ -143,15 +155,36 @@ BAD: dict[str, tuple[type[Exception], Callable[[], dict[str, Any]], str]] = {
         lambda: with_state(S=torch.zeros(B, H, V, K, device="meta")),
         "op(): initial_state: S: expected device cpu (as the inputs), got meta",
     ),
-    "bounds of another type": (TypeError, lambda: packed((0, 5)), "op(): cu_seqlens: expected a tensor of int32 or int64, got tuple"),
-    "bounds' dtype": (TypeError, lambda: packed([0.0, 5.0]), "op(): cu_seqlens: expected dtype int32 or int64, got torch.float32"),
-    "bounds' shape": (ValueError, lambda: packed([[0, 5]]), "op(): cu_seqlens: expected shape [N + 1] with N of at least 1, got [1, 2]"),
+    "bounds of another type": (
+        TypeError,
+        lambda: packed((0, 5)),
+        "op(): cu_seqlens: expected a tensor of int32 or int64, got tuple",
+    ),
+    "bounds' dtype": (
+        TypeError,
+        lambda: packed([0.0, 5.0]),
+        "op(): cu_seqlens: expected dtype int32 or int64, got torch.float32",
+    ),
+    "bounds' shape": (
+        ValueError,
+        lambda: packed([[0, 5]]),
+        "op(): cu_seqlens: expected shape [N + 1] with N of at least 1, got [1, 2]",
+    ),
     "bounds that start late": (ValueError, lambda: packed([1, 5]), "op(): cu_seqlens: expected to start at 0, got 1"),
-    "bounds that end early": (ValueError, lambda: packed([0, 2, 4]), "op(): cu_seqlens: expected to end at T = 5, got 4"),
+    "bounds that end early": (
+        ValueError,
+        lambda: packed([0, 2, 4]),
+        "op(): cu_seqlens: expected to end at T = 5, got 4",
+    ),
     "bounds that go back": (
         ValueError,
         lambda: packed([0, 4, 2, 5]),
         "op(): cu_seqlens: expected non-decreasing values, got 4 then 2 at index 2",
+    ),
+    "bounds' device": (
+        ValueError,
+        lambda: packed(torch.tensor([0, T], device="meta")),
+        "op(): cu_seqlens: expected device cpu (as the inputs), got meta",
     ),
     "bounds with a batch": (
         ValueError,
@@ -180,7 +213,9 @@ def test_positional_arguments_are_refused(layer: ModuleType) -> None:
 
 def test_triton_needs_a_gpu_or_the_interpreter(layer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "_INTERPRET", False)
-    with pytest.raises(ValueError, match=r"op\(\): backend: expected tensors on a GPU for 'triton', .* got tensors on cpu"):
+    with pytest.raises(
+        ValueError, match=r"op\(\): backend: expected tensors on a GPU for 'triton', .* got tensors on cpu"
+    ):
         layer.op(**inputs(), backend="triton")
 
 
@@ -211,9 +246,13 @@ def test_a_size_that_nothing_tells_is_asked_for() -> None:
         """
     )
     x = {name: torch.randn(B, T, H, K) for name in "qkv"}
-    with pytest.raises(ValueError, match=re.escape("initial_state: W1: expected shape [N, H, d, h] (no other argument tells h)")):
+    with pytest.raises(
+        ValueError, match=re.escape("initial_state: W1: expected shape [N, H, d, h] (no other argument tells h)")
+    ):
         deep.op(**x)
-    with pytest.raises(ValueError, match=re.escape("W2: expected shape [N, H, h, d] with h = 8 (as in W1), got [1, 3, 9, 4]")):
+    with pytest.raises(
+        ValueError, match=re.escape("W2: expected shape [N, H, h, d] with h = 8 (as in W1), got [1, 3, 9, 4]")
+    ):
         deep.op(**x, initial_state={"W1": torch.zeros(1, H, K, 8), "W2": torch.zeros(1, H, 9, K)})
 
 
@@ -221,7 +260,9 @@ def test_orthonormal_columns_have_to_fit() -> None:
     lattice = ttmdsl.load("lattice_dec")
     x = {"q": torch.randn(B, T, H, 8), "k": torch.randn(B, T, H, 8), "v": torch.randn(B, T, H, 4)}
     gates = {"gamma": torch.rand(B, T, H), "log_mu": -torch.rand(B, T, H)}
-    expected = "initial_state: S: expected shape [N, H, d, m] (its default, orthonormal columns, needs m <= d), got nothing"
+    expected = (
+        "initial_state: S: expected shape [N, H, d, m] (its default, orthonormal columns, needs m <= d), got nothing"
+    )
     with pytest.raises(ValueError, match=re.escape(expected) + " with m = 8 and d = 4"):
         lattice.op(**x, **gates)
     y, _ = lattice.op(**x, **gates, initial_state={"S": torch.randn(1, H, 4, 8)})
@@ -233,9 +274,13 @@ def test_a_position_comes_with_its_point() -> None:
     x = {"q": torch.randn(1, T, H, K), "k": torch.randn(1, T, H, K), "v": torch.randn(1, T, H, V)}
     gates = {"log_alpha": -torch.rand(1, T, H), "log_theta": -torch.rand(1, T, H), "eta": torch.rand(1, T, H)}
     position = torch.tensor([1])
-    with pytest.raises(ValueError, match=re.escape("initial_state: expected 'S_point' along with 'position', got position")):
+    with pytest.raises(
+        ValueError, match=re.escape("initial_state: expected 'S_point' along with 'position', got position")
+    ):
         titans.op(**x, **gates, initial_state={"position": position})
-    with pytest.raises(TypeError, match=re.escape("initial_state: position: expected dtype torch.int64, got torch.int32")):
+    with pytest.raises(
+        TypeError, match=re.escape("initial_state: position: expected dtype torch.int64, got torch.int32")
+    ):
         titans.op(**x, **gates, initial_state={"position": position.int()})
     with pytest.raises(ValueError, match=re.escape("initial_state: position: expected shape [N] with N = 1")):
         titans.op(**x, **gates, initial_state={"position": torch.tensor([1, 2])})

@@ -1,9 +1,9 @@
 """Compiled modules on disk: one file for each spec, constants and state of the compiler.
 
 Input: a key and a function that compiles. Output: the path of a file that holds the module's source, whole and
-unaltered. Does not import what it stores. Needs no locks: a file is written beside its place under a name of its own and
-moved there at once, so any number of processes may do the same; a file that was cut or altered fails its checksum and is
-made anew.
+unaltered. Does not import what it stores. Needs no locks: a file is written beside its place under a name of its own
+and moved there at once, so any number of processes may do the same; a file that was cut or altered fails its checksum
+and is made anew.
 """
 
 from __future__ import annotations

@@ -203,8 +203,7 @@ def _range(item: syntax.TensorItem, scope: Scope) -> Range:
 def _memory(item: syntax.MemoryItem, owner: str, scope: Scope) -> None:
     shape = _shape(item.shape, scope)
     if len(item.shape) != 2:
-        hint = "a matrix, [rows, columns]"
-        scope.error(item.span, f"the memory `{item.name.text}` has {len(item.shape)} dims, not 2", hint)
+        scope.error(item.span, f"the memory `{item.name.text}` must be a matrix", f"`{item.name.text}[rows, columns]`")
     if shape is None or len(item.shape) != 2:
         scope.failed.add(item.name.text)
     else:

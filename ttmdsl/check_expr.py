@@ -6,15 +6,14 @@ Component formulas are check_fn.py's; which clause wants which shape is check.py
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from typing_extensions import assert_never
 
 from ttmdsl import syntax
 from ttmdsl.errors import Span
+from ttmdsl.known import arithmetic, known_number
 from ttmdsl.names import FUNCTIONS, SCALAR_FUNCTIONS
-from ttmdsl.parse import MAX_NUMBER
 from ttmdsl.scope import Bound, Env, Place, Scope, describe
 from ttmdsl.spec import (
     Apply,
@@ -38,49 +37,6 @@ from ttmdsl.spec import (
 )
 
 OPS: dict[syntax.Operator, BinaryOp] = {"+": "add", "-": "sub", "*": "mul", "/": "div", "^": "pow"}
-
-
-# ---- numbers known at compile time --------------------------------------------------------------------------
-
-
-def arithmetic(op: BinaryOp, a: float, b: float) -> float | None:
-    """The value of `a op b`; None where it is no number, or too large for one."""
-    try:
-        match op:
-            case "add":
-                value = a + b
-            case "sub":
-                value = a - b
-            case "mul":
-                value = a * b
-            case "div":
-                value = a / b
-            case "pow":
-                value = math.pow(a, b)
-            case "max":
-                value = max(a, b)
-            case "min":
-                value = min(a, b)
-            case _:
-                assert_never(op)
-    except (ZeroDivisionError, OverflowError, ValueError):
-        return None
-    return value if abs(value) <= MAX_NUMBER else None
-
-
-def known_number(e: Expr) -> float | None:
-    """The value of an expression of literals and constants alone."""
-    match e:
-        case Num(value=value) | Const(value=value):
-            return value
-        case Binary(op=op, a=a, b=b):
-            x, y = known_number(a), known_number(b)
-            return None if x is None or y is None else arithmetic(op, x, y)
-        case _:
-            return None
-
-
-# ---- expressions --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,7 +67,7 @@ class Reader:
                 return self._operation(OPS[op], e, self.read(a, env), self.read(b, env))
             case syntax.Transposed(x=x, span=span):
                 m = self.read(x, env)
-                if m is None or self._rank(m, 2, "`^T` transposes a matrix"):
+                if m is None or self._rank(m, 2, "`^T` transposes a matrix", "for vectors a, b write `<a, b>`"):
                     return None
                 return m.m if isinstance(m, Transpose) else Transpose(m, m.shape[::-1], span=span)
             case syntax.Bars(span=span):

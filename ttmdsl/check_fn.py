@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing_extensions import assert_never
 
 from ttmdsl import syntax
-from ttmdsl.check_expr import OPS, arithmetic
+from ttmdsl.check_expr import OPS
 from ttmdsl.errors import Span
+from ttmdsl.known import arithmetic, known_number
 from ttmdsl.names import FUNCTIONS, SCALAR_FUNCTIONS
 from ttmdsl.scope import Scope
 from ttmdsl.spec import BinaryOp, CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSize, CSum, VectorFn
@@ -37,18 +38,6 @@ def vector_fn(fn: syntax.Function, scope: Scope) -> VectorFn | None:
         return None
     scope.fn_dims[fn.name.text] = next(iter(reader.dims), None)
     return None if body is None else VectorFn(fn.name.text, arg, index, body, span=fn.span)
-
-
-def known_number(c: Comp) -> float | None:
-    """The value of a formula of literals and constants alone."""
-    match c:
-        case CNum(value=value) | CConst(value=value):
-            return value
-        case CBinary(op=op, a=a, b=b):
-            x, y = known_number(a), known_number(b)
-            return None if x is None or y is None else arithmetic(op, x, y)
-        case _:
-            return None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from ttmdsl import syntax
-from ttmdsl.check_expr import Reader, known_number
+from ttmdsl.check_expr import Reader
 from ttmdsl.errors import Span
+from ttmdsl.known import known_number
 from ttmdsl.scope import Place, Scope, describe, suggestion
 from ttmdsl.simplify_expr import walk
 from ttmdsl.spec import Expr, Memory, Num, Optimizer, Pass, Ref

@@ -1,7 +1,7 @@
 """The command line: build, check, explain, show and list.
 
 Input: arguments, without the program's name. Output: text or a table on stdout, and an exit status: 0, 1 for a failed
-check, 2 for a spec or an argument that is wrong. Computes nothing itself; what a command needs is imported when it runs.
+check, 2 for a spec or an argument that is wrong. Computes nothing itself; a command imports what it needs.
 """
 
 from __future__ import annotations

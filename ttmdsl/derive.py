@@ -15,12 +15,12 @@ from typing_extensions import assert_never
 from ttmdsl.errors import NOWHERE, DeriveError, Diagnostic, Span
 from ttmdsl.functions import is_piecewise_constant
 from ttmdsl.jacobian import SOFTMAX, jacobian, softmax_jacobian
+from ttmdsl.name_definitions import name_definitions
 from ttmdsl.rule import Jacobian, PassRule, UpdateRule
 from ttmdsl.simplify_expr import (
     ONE,
     ZERO,
     add,
-    children,
     columns_jact,
     div,
     elementwise,
@@ -33,14 +33,11 @@ from ttmdsl.simplify_expr import (
     neg,
     outer,
     power,
-    rewrite,
     rows_jact,
     scale,
     sub,
     sum_to,
     transpose,
-    walk,
-    with_children,
 )
 from ttmdsl.spec import (
     Apply,
@@ -67,6 +64,7 @@ from ttmdsl.spec import (
     Total,
     Transpose,
 )
+from ttmdsl.walk_expr import children, rewrite, walk
 
 
 def derive(spec: LayerSpec) -> UpdateRule:
@@ -120,7 +118,7 @@ def _pass_rule(spec: LayerSpec, p: Pass, problems: list[Diagnostic]) -> PassRule
             problems.append(_flat(loss, memory, p))
     if len(problems) > before:
         return None
-    definitions, named = _name_definitions(loss, gradients, _taken(spec))
+    definitions, named = name_definitions(loss, gradients, spec)
     return PassRule(p.name, definitions, named)
 
 
@@ -306,65 +304,3 @@ def _norm_slope(node: Norm) -> Expr:
     if exponent < p:
         return scale(exponent, div(direction, Norm(x, p, p - exponent)))
     return scale(exponent, mul(Norm(x, p, exponent - p), direction))
-
-
-# ---- names --------------------------------------------------------------------------------------------------
-
-
-def _taken(spec: LayerSpec) -> set[str]:
-    names = {t.name for t in spec.tensors} | set(spec.consts) | set(spec.dims) | set(spec.fns)
-    return names | {m.name for m in spec.memories} | {n for n, _ in spec.lets} | {p.name for p in spec.passes}
-
-
-def _name_definitions(
-    loss: Expr, gradients: dict[str, Expr], taken: set[str]
-) -> tuple[tuple[tuple[str, Expr], ...], dict[str, Expr]]:
-    """Name what the papers name: residuals, vectors pulled back through a Jacobian, and whatever is used twice."""
-    forward = set(walk(loss))
-    residuals = {node.x for node in forward if isinstance(node, Norm)}
-    order: dict[Expr, None] = {}  # every node of the gradients, arguments first
-    for g in gradients.values():
-        order.update(dict.fromkeys(walk(g)))
-    uses: dict[Expr, int] = {}
-    for node in order:
-        for c in children(node):
-            uses[c] = uses.get(c, 0) + 1
-
-    stems: dict[Expr, str] = {}
-    for node in order:
-        if len(node.shape) == 2 or not any(not isinstance(n, Binary) for n in walk(node) if children(n)):
-            continue
-        if node in residuals and node.shape:
-            stems[node] = "e"
-        elif isinstance(node, JacT):
-            stems[node] = "u"
-        elif uses.get(node, 0) > 1:
-            stems[node] = _stem(node, node in forward)
-    names: dict[Expr, str] = {}
-    for node, stem in stems.items():
-        alone = sum(s == stem for s in stems.values()) == 1
-        candidates = ([stem] if alone else []) + [f"{stem}{i}" for i in range(1, len(stems) + len(taken) + 2)]
-        names[node] = next(c for c in candidates if c not in taken and c not in names.values())
-
-    def named(node: Expr) -> Expr | None:
-        return Ref(names[node], "let", node.shape) if node in names else None
-
-    definitions = tuple(
-        (name, with_children(node, tuple(rewrite(c, named) for c in children(node)))) for node, name in names.items()
-    )
-    return definitions, {name: rewrite(g, named) for name, g in gradients.items()}
-
-
-def _stem(node: Expr, forward: bool) -> str:
-    """A customary letter: h before and a after an activation, r for what flows back, c for a scalar."""
-    if node.shape == ():
-        return "c"
-    if not forward:
-        return "r"
-    match node:
-        case MatVec():
-            return "h"
-        case Map():
-            return "a"
-        case _:
-            return "z"

@@ -10,10 +10,10 @@ A spec is untrusted text. Its names get here as identifiers, its numbers as numb
 
 from __future__ import annotations
 
-import ast
 import builtins
 import keyword
 import math
+import symtable
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -236,8 +236,8 @@ def _header(spec: LayerSpec, update: Iterable[str]) -> list[str]:
 
 def comment(line: str) -> str:
     """A line fit for a comment: what could end the line, or not be seen, is escaped."""
-    line = line.replace("\t", "    ").rstrip()
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
+    line = line.replace("\t", "    ")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line).rstrip()
 
 
 def _banner(title: str) -> str:
@@ -315,9 +315,9 @@ def _verify_names(spec: LayerSpec) -> None:
 
 def _clashes(text: str, alias: str) -> bool:
     """Whether `op` under the layer's own name would replace something that the module defines or uses."""
-    if keyword.iskeyword(alias) or hasattr(builtins, alias):
-        return True
-    tree = ast.parse(text)
-    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    return alias in used | defined
+    module = symtable.symtable(text.removesuffix(f"{alias} = op\n"), "module", "exec")
+    tables = [module]
+    for table in tables:  # the list grows
+        tables += table.get_children()
+    names = {s.get_name() for t in tables for s in t.get_symbols() if t is module or s.is_global()}
+    return alias in names or keyword.iskeyword(alias) or hasattr(builtins, alias)

@@ -5,8 +5,8 @@ formula in the symbol `X` with its printed names. Builds symbols from tables, ne
 nothing of vectors (jacobian.py) or of code generation.
 
 A formula holds only arithmetic (Add, Mul, Pow), Abs, sign, Max, Min, exp, log, tanh, erf and two functions of our own,
-`sigmoid` and `softplus`: these are what a lowering has to print. While a formula is being derived, silu, gelu and relu
-stay whole (`call`), so that results read like the papers; `expand` turns them into their formulas.
+`sigmoid` and `softplus`: these are what a lowering has to print. While a formula is being derived, silu, gelu, relu
+and tanh stay whole (`call`), so that results read like the papers; `expand` turns them into their formulas.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ _TABLE: dict[str, tuple[sympy.Expr, str, bool]] = {
     "sign": (sympy.sign(X), _operator("sign"), False),
     "sigmoid": (sigmoid(X), r"\sigma", False),
     "silu": (X * sigmoid(X), _operator("silu"), True),
-    "tanh": (sympy.tanh(X), r"\tanh", False),
+    "tanh": (sympy.tanh(X), r"\tanh", True),
     "gelu": (X * (1 + sympy.erf(X / sympy.sqrt(2))) * _HALF, _operator("gelu"), True),
     "relu": (sympy.Max(X, 0), _operator("relu"), True),
     "softplus": (softplus(X), _operator("softplus"), False),

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import combinations
 
 import sympy
 from typing_extensions import assert_never
 
 from ttmdsl.errors import DeriveError, Diagnostic, Span
 from ttmdsl.functions import N, X, Y, aggregate, call, expand, is_scalar_fn, symbol
+from ttmdsl.low_rank import by_result, in_result, least_rank, ratio, tidy
 from ttmdsl.rule import Jacobian
 from ttmdsl.spec import BinaryOp, CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSize, CSum, VectorFn
-from ttmdsl.structure import Component, Structure, random_point, recognise, varying
+from ttmdsl.structure import Component, Structure, recognise, varying
 
 SOFTMAX = "softmax"
 
@@ -74,8 +74,8 @@ def symbolic_jacobian(fn: VectorFn, source: str = "", filename: str = "<spec>") 
     aggregates = reader.aggregates
     slopes = _aggregate_slopes(aggregates)
     pairs = [(slope(value, aggregate(r)), chained) for r, chained in enumerate(slopes)]
-    low_rank = _in_result(_least_rank(pairs), value)
-    diagonal = _by_result(slope(value, X), value)
+    low_rank = in_result(least_rank(pairs), value)
+    diagonal = by_result(slope(value, X), value)
     kept, (value, diagonal, *flat) = _prune(aggregates, [value, diagonal, *(e for pair in low_rank for e in pair)])
     low_rank = list(zip(flat[::2], flat[1::2], strict=True))
     found = recognise(kept, value, diagonal, tuple(low_rank))
@@ -208,9 +208,9 @@ def _sum_over(summand: sympy.Expr, aggregates: list[sympy.Expr], grow: bool) -> 
     if not varying(summand):
         return summand * N
     for r, known in enumerate(aggregates):
-        ratio = _ratio(summand, known)
-        if ratio is not None:
-            return ratio * aggregate(r)
+        share = ratio(summand, known)
+        if share is not None:
+            return share * aggregate(r)
     if not grow:
         terms = sympy.Add.make_args(sympy.expand(summand))
         if len(terms) > 1:
@@ -221,18 +221,6 @@ def _sum_over(summand: sympy.Expr, aggregates: list[sympy.Expr], grow: bool) -> 
             return sympy.Add(*(c * _sum_over(part, aggregates, grow=False) for part, c in by_part.items()))
     aggregates.append(summand)
     return aggregate(len(aggregates) - 1)
-
-
-def _ratio(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
-    """a / b where it does not vary from component to component."""
-    if b == 0:
-        return None
-    ratio = a / b
-    if varying(ratio):
-        if a.free_symbols & varying(a) != b.free_symbols & varying(b):
-            return None
-        ratio = sympy.cancel(sympy.together(ratio))
-    return None if varying(ratio) else sympy.factor_terms(ratio)
 
 
 # ---- chain rule ---------------------------------------------------------------------------------------------
@@ -249,115 +237,9 @@ def _aggregate_slopes(aggregates: list[sympy.Expr]) -> list[sympy.Expr]:
         for q in range(r):
             inner = slope(aggregates[r], aggregate(q))
             if inner != 0:
-                chained += sympy.simplify(_sum_over(inner, aggregates, grow=False)) * slopes[q]
+                chained += tidy(_sum_over(inner, aggregates, grow=False)) * slopes[q]
         slopes.append(chained)
     return slopes
-
-
-def _tidy(e: sympy.Expr) -> sympy.Expr:
-    """The shorter of a few equal forms."""
-    return min((e, sympy.factor_terms(e), sympy.simplify(e)), key=sympy.count_ops)
-
-
-Pairs = list[tuple[sympy.Expr, sympy.Expr]]
-
-
-def _least_rank(pairs: Pairs) -> Pairs:
-    """As few rank-one terms as possible, with everything uniform on the left."""
-    found: Pairs = []
-    for left, right in pairs:
-        right = _tidy(right)
-        if left == 0 or right == 0:
-            continue
-        uniform, right = right.as_independent(*varying(right), as_Add=False) if varying(right) else (right, 1)
-        found.append((left * uniform, sympy.sympify(right)))
-    merged = True
-    while merged:
-        merged = False
-        for i, j in combinations(range(len(found)), 2):
-            joined = _join(found[i], found[j])
-            if joined is not None:
-                rest = [p for k, p in enumerate(found) if k not in (i, j)]
-                found = ([joined] if joined[0] != 0 and joined[1] != 0 else []) + rest
-                merged = True
-                break
-    return _eliminate(found)
-
-
-def _join(p: tuple[sympy.Expr, sympy.Expr], q: tuple[sympy.Expr, sympy.Expr]) -> tuple[sympy.Expr, sympy.Expr] | None:
-    ratio = _ratio(q[1], p[1])
-    if ratio is not None:
-        return _tidy(p[0] + ratio * q[0]), p[1]
-    ratio = _ratio(q[0], p[0])
-    if ratio is not None:
-        return p[0], _tidy(p[1] + ratio * q[1])
-    return None
-
-
-def _eliminate(pairs: Pairs) -> Pairs:
-    """Rank factorisation over the field of uniform formulas, where that takes fewer terms."""
-    if len(pairs) < 2:
-        return pairs
-    lefts, rights = ([_parts(p[side]) for p in pairs] for side in (0, 1))
-    rows = list(dict.fromkeys(part for d in lefts for part in d))
-    columns = list(dict.fromkeys(part for d in rights for part in d))
-    matrix = sympy.zeros(len(rows), len(columns))
-    for left, right in zip(lefts, rights, strict=True):
-        for a, ca in left.items():
-            for b, cb in right.items():
-                matrix[rows.index(a), columns.index(b)] += ca * cb
-    point = random_point(matrix.free_symbols)
-    if matrix.subs(point).evalf(30).rank(iszerofunc=lambda z: abs(z) < sympy.Float("1e-20")) >= len(pairs):
-        return pairs
-    matrix = matrix.applyfunc(sympy.simplify)
-    reduced, pivots = matrix.rref(simplify=True)
-    result: Pairs = []
-    for k, pivot in enumerate(pivots):
-        left = sympy.Add(*(matrix[i, pivot] * part for i, part in enumerate(rows)))
-        right = sympy.Add(*(reduced[k, j] * part for j, part in enumerate(columns)))
-        result.append((_tidy(left), _tidy(right)))
-    return result
-
-
-def _parts(e: sympy.Expr) -> dict[sympy.Expr, sympy.Expr]:
-    """The formula as a sum of uniform coefficients times varying parts."""
-    found: dict[sympy.Expr, sympy.Expr] = {}
-    for term in sympy.Add.make_args(sympy.expand(e)):
-        coefficient, part = term.as_independent(*varying(term), as_Add=False) if varying(term) else (term, 1)
-        found[sympy.sympify(part)] = found.get(sympy.sympify(part), 0) + coefficient
-    return found
-
-
-# ---- in terms of the result ---------------------------------------------------------------------------------
-
-
-def _in_result(pairs: Pairs, value: sympy.Expr) -> Pairs:
-    result: Pairs = []
-    for left, right in pairs:
-        ratio = _ratio(right, value) if _is_formula(value) else None
-        if ratio is not None:
-            left, right = left * ratio, Y
-        result.append((_by_result(left, value), right))
-    return result
-
-
-def _is_formula(value: sympy.Expr) -> bool:
-    return bool(value.has(X)) and value != X
-
-
-def _by_result(e: sympy.Expr, value: sympy.Expr) -> sympy.Expr:
-    """The formula with y for the function's value, where that is shorter and divides by nothing that may be zero."""
-    if not _is_formula(value) or not e.has(X):
-        return _tidy(e)
-    ratio = _ratio(e, value)
-    if ratio is not None:
-        return _tidy(ratio) * Y
-    e = _tidy(e)
-    ratio = sympy.cancel(e / value)
-    if varying(sympy.fraction(ratio)[1]) - varying(sympy.fraction(e)[1]):
-        return e
-    candidate = _tidy(ratio) * Y
-    return candidate if sympy.count_ops(candidate) < sympy.count_ops(e) else e
 
 
 def _prune(aggregates: list[sympy.Expr], formulas: list[sympy.Expr]) -> tuple[tuple[sympy.Expr, ...], list[sympy.Expr]]:

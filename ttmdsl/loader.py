@@ -82,10 +82,7 @@ def constants(consts: Mapping[str, float]) -> dict[str, float]:
 
 def _module(text: str, filename: str, consts: Mapping[str, float]) -> ModuleType:
     consts = constants(consts)
-    try:
-        key = cache.key(text, consts)
-    except UnicodeEncodeError:
-        raise LoadError("expected a text that UTF-8 can hold, got a lone surrogate") from None
+    key = cache.key(text, consts)
     name = f"ttmdsl_generated.{key}"
     with _lock:
         if name not in sys.modules:

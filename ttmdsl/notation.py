@@ -104,6 +104,11 @@ class Text:
         return text
 
 
+def _held(base: str) -> str:
+    """In braces, unless it is one letter in some font."""
+    return base if re.fullmatch(r"\w|\\[a-z]+|\\(math|bold)[a-z]+\{\\?\w+\}", base) else f"{{{base}}}"
+
+
 class Latex:
     """Math mode, in the subset that any LaTeX with amsmath sets."""
 
@@ -112,6 +117,9 @@ class Latex:
     partial = r"\partial"
 
     def name(self, name: str, dims: int) -> str:
+        if name[0].isdigit():
+            number = re.sub(r"e(-?)0*(\d+)$", r" \\cdot 10^{\1\2}", name).removeprefix(r"1 \cdot ")
+            return rf"\mathbf{{{number}}}" if dims else number
         head, _, tail = name.partition("_")
         stem = head.rstrip("0123456789")
         index = head[len(stem) :] + (("," if head[len(stem) :] and tail else "") + tail.replace("_", r"\_"))
@@ -127,10 +135,10 @@ class Latex:
         return rf"{base}_{{{index}}}" if not tail or len(tail) == 1 else rf"{base}_{{\mathrm{{{index}}}}}"
 
     def at_time(self, name: str, when: str) -> str:
-        return f"{{{name}}}_{{{when}}}" if "_" not in name else f"{name[:-1]},{when}}}"
+        return self.subscript(name, when)
 
     def primed(self, name: str) -> str:
-        return f"{{{name}}}'"
+        return f"{_held(name)}'"
 
     def function(self, name: str) -> str:
         if is_scalar_fn(name):
@@ -144,10 +152,12 @@ class Latex:
         return rf"\left({body}\right)"
 
     def subscript(self, base: str, index: str) -> str:
-        return f"{{{base}}}_{{{index}}}" if "_" not in base else f"{base[:-1]},{index}}}"
+        if re.fullmatch(r".*_\{[^{}]*\}", base):
+            return f"{base[:-1]},{index}}}"
+        return f"{_held(base)}_{{{index}}}"
 
     def power(self, base: str, exponent: str) -> str:
-        return f"{{{base}}}^{{{exponent}}}"
+        return f"{_held(base)}^{{{exponent}}}"
 
     def fraction(self, a: str, b: str) -> str:
         return rf"\frac{{{a}}}{{{b}}}"
@@ -157,7 +167,7 @@ class Latex:
         return length.group(1) if length else rf"\sqrt{{{body}}}"
 
     def transpose(self, m: str) -> str:
-        return rf"{{{m}}}^{{\top}}"
+        return rf"{_held(m)}^{{\top}}"
 
     def inner(self, a: str, b: str) -> str:
         return rf"\left\langle {a}, {b} \right\rangle"

@@ -154,11 +154,11 @@ def _mend(token: Token, accepts: set[str], history: list[Token] | None) -> str:
         return f"`{history[-1]}` was read as a name here: the clause before it has no content"
     if token.type == "SUBSCRIPT" and "NAME" in accepts:
         return "a name begins with a letter"
-    if token.type == "NAME" and accepts & _OPERATORS:
+    if token.type in ("NAME", "NUMBER", "VBAR", "LESSTHAN") and accepts & _OPERATORS - {"MINUS"}:
         return "a product needs its `*`, a matrix times a vector its `@`"
     if token.type == "$END" and "RBRACE" in accepts:
         return "a closing brace is missing"
-    return f"the clauses are {', '.join(here)}" if here and token.type != "$END" else ""
+    return f"the clauses are {', '.join(here)}" if here and token.type == "NAME" else ""
 
 
 def _spelling(character: str) -> str:

@@ -7,6 +7,7 @@ stage on the way, each of which can be printed. Holds no pass itself: one file e
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,8 @@ def _emit(job: Job) -> str:
     from ttmdsl.emit_module import emit_module
     from ttmdsl.explain import header
 
-    return emit_module(job.done["check"], header(job.done["derive"]).splitlines(), sections(job))
+    update = [*header(job.done["derive"]), "", *textwrap.wrap(f"Recurrence {job.done['lower'].title}.", 110)]
+    return emit_module(job.done["check"], update, sections(job))
 
 
 def sections(job: Job) -> dict[str, str]:
@@ -86,7 +88,7 @@ def _show_data(result: object) -> str:
 def _show_rule(rule: Any) -> str:
     from ttmdsl.explain import explain
 
-    return str(explain(rule, "", False))
+    return explain(rule)
 
 
 # The compiler. Derivation, lowering and reverse mode know neither torch nor triton.
@@ -111,8 +113,7 @@ def run(text: str, filename: str, consts: Mapping[str, float], options: Options,
         job.done[stage.name] = stage.run(job)
         if options.dump is not None:
             options.dump.mkdir(parents=True, exist_ok=True)
-            title = getattr(job.done.get("check"), "name", "layer")
-            path = options.dump / f"{title}.{number}_{stage.name}.txt"
+            path = options.dump / f"{job.done['parse'].name.text}.{number}_{stage.name}.txt"
             path.write_text(show(job, stage.name), encoding="utf-8")
         if stage.name == after:
             break

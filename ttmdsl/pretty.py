@@ -6,7 +6,7 @@ Input: `Expr`, or a sympy formula in the symbols of functions.py. Output: a stri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fractions import Fraction
@@ -14,7 +14,7 @@ from fractions import Fraction
 import sympy
 from typing_extensions import assert_never
 
-from ttmdsl.functions import scalar_fn, symbol, whole_name
+from ttmdsl.functions import X, Y, whole_name
 from ttmdsl.notation import Style
 from ttmdsl.simplify_expr import ONE, split
 from ttmdsl.spec import (
@@ -52,11 +52,14 @@ class Level(IntEnum):
 
 
 Piece = tuple[str, Level]
-Prefix = Callable[[str, Expr], "str | None"]
 
 
-def no_prefix(fn: str, at: Expr) -> str | None:
-    return None
+@dataclass(frozen=True)
+class Projection:
+    """A vector function whose Jacobian at x is P(x) / sqrt(|x|^2 + damping): how P and the damping are written."""
+
+    name: str
+    damping: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Printer:
 
     style: Style
     names: Mapping[str, str] = field(default_factory=dict)
+    projections: Mapping[str, Projection] = field(default_factory=dict)
 
     def expr(self, e: Expr, least: Level = Level.SUM) -> str:
         """The expression, in parentheses if it holds together less than `least`."""
@@ -118,9 +122,13 @@ class Printer:
             case Apply(fn=fn, x=m) | Columns(fn=fn, m=m):
                 return style.call(style.name(fn, 0), self.expr(m)), Level.ATOM
             case Rows(fn=fn, m=m):
-                return style.transpose(style.call(style.name(fn, 0), style.transpose(self.expr(m, Level.ATOM)))), Level.ATOM
+                turned = style.transpose(self.expr(m, Level.ATOM))
+                return style.transpose(style.call(style.name(fn, 0), turned)), Level.ATOM
             case Outer(a=a, b=b):
                 return f"{self.expr(a, Level.PRODUCT)} {style.transpose(self.expr(b, Level.ATOM))}", Level.PRODUCT
+            case JacT(fn=fn, at=x, cot=cot) if fn in self.projections:
+                above = f"{style.call(self.projections[fn].name, self.expr(x))} {self._factor(cot)}"
+                return self.quotient((above, Level.PRODUCT), self.length(self.expr(x), self.projections[fn].damping))
             case JacT(fn=fn, at=m, cot=cot) | ColumnsJacT(fn=fn, m=m, cot=cot) | RowsJacT(fn=fn, m=m, cot=cot):
                 jacobian = style.call(style.subscript("J", style.name(fn, 0)), self.expr(m))
                 held = self.expr(cot, Level.ATOM if len(cot.shape) == 2 else Level.PRODUCT)
@@ -128,12 +136,18 @@ class Printer:
             case _:
                 assert_never(e)
 
+    def length(self, x: str, damping: str) -> Piece:
+        """|x|, or sqrt(|x|^2 + damping)."""
+        if not damping:
+            return self.style.norm(x, "2", "1"), Level.ATOM
+        return self.style.root(f"{self.style.norm(x, '2', '2')} + {damping}"), Level.ATOM
+
     def _scaled(self, coefficient: float, rest: Expr) -> Piece:
         if abs(coefficient) == 1.0:
             body = self.expr(rest, Level.QUOTIENT)
         else:
-            body = f"{self.number(abs(coefficient))} {self._factor(rest)}"
-        return (f"-{body}", Level.SUM) if coefficient < 0 else (body, Level.PRODUCT)
+            body = f"{self.number(abs(coefficient))} {self.expr(rest, Level.QUOTIENT)}"
+        return (f"-{body}", Level.SUM) if coefficient < 0 else (body, min(Level.PRODUCT, self._piece(rest)[1]))
 
     def _factor(self, e: Expr) -> str:
         return self.expr(e, Level.PRODUCT)
@@ -166,7 +180,8 @@ class Printer:
         coefficient, rest = split(e.b)
         minus = (coefficient < 0) != (e.op == "sub")
         if coefficient < 0:
-            second = self.wrap(self._scaled(-coefficient, rest) if coefficient != -1 else self._piece(rest), Level.QUOTIENT)
+            positive = self._piece(rest) if coefficient == -1 else self._scaled(-coefficient, rest)
+            second = self.wrap(positive, Level.QUOTIENT)
         else:
             second = self.expr(e.b, Level.QUOTIENT if minus else Level.SUM)
         return f"{first} - {second}" if minus else f"{first} + {second}"
@@ -183,7 +198,10 @@ class Printer:
             left = self.expr(a, Level.QUOTIENT if isinstance(a, Binary) and a.op == "mul" else Level.ATOM)
             return f"{left} {self.style.elementwise} {self.expr(b, Level.ATOM)}", Level.QUOTIENT
         first, second = (b, a) if a.shape and not b.shape else (a, b)
-        return f"{self._factor(first)} {self._factor(second)}", Level.PRODUCT
+        text, level = self._piece(second)  # a (b / c) needs no parentheses for a scalar a
+        if level == Level.SUM:
+            text, level = self.style.parens(text), Level.ATOM
+        return f"{self._factor(first)} {text}", min(level, Level.PRODUCT)
 
     def quotient(self, a: Piece, b: Piece) -> Piece:
         """a / b, as a built-up fraction where the style has one."""
@@ -220,7 +238,7 @@ class Printer:
         return style.call(style.function(name), ", ".join(self.formula(a, symbols) for a in e.args)), Level.ATOM
 
     def _formula_sum(self, e: sympy.Expr, symbols: Mapping[sympy.Expr, str]) -> str:
-        terms = sorted(e.as_ordered_terms(), key=lambda t: t.could_extract_minus_sign())
+        terms = sorted(e.as_ordered_terms(), key=lambda t: (t.could_extract_minus_sign(), not t.has(X, Y, *symbols)))
         text = ""
         for term in terms:
             negative = term.could_extract_minus_sign()
@@ -239,11 +257,3 @@ class Printer:
             return self.quotient(self.formula_piece(above, symbols), self.formula_piece(below, symbols))
         factors = [self.formula(f, symbols, Level.PRODUCT) for f in sympy.Mul.make_args(above)]
         return " ".join(factors), Level.PRODUCT
-
-
-def names_of(arg: str, result: str) -> dict[str, sympy.Symbol]:
-    """The symbols that a formula's reader sees under other names."""
-    return {arg: symbol("x"), result: symbol("y")}
-
-
-__all__ = ["Level", "Piece", "Printer", "names_of", "no_prefix", "scalar_fn"]

@@ -25,22 +25,15 @@ _ADD, _MUL, _NEG, _POW, _ATOM = range(5)
 
 _SCALAR = {
     "abs": "{}.abs()",
-    "cos": "torch.cos({})",
-    "erf": "torch.erf({})",
     "exp": "torch.exp({})",
-    "expm1": "torch.expm1({})",
     "gelu": "torch.nn.functional.gelu({})",
     "log": "torch.log({})",
-    "log1p": "torch.log1p({})",
     "relu": "torch.relu({})",
-    "rsqrt": "torch.rsqrt({})",
     "sigmoid": "torch.sigmoid({})",
     "sign": "torch.sign({})",
     "silu": "torch.nn.functional.silu({})",
-    "sin": "torch.sin({})",
     "softplus": "torch.nn.functional.softplus({}, threshold=60)",
     "sqrt": "torch.sqrt({})",
-    "square": "{}.square()",
     "tanh": "torch.tanh({})",
 }
 _VECTOR = {"softmax": "torch.softmax({}, -1)"}
@@ -160,8 +153,6 @@ class Printer:
         return Code(f"{self.like}.new_tensor({code.text})", ()) if code.axes is None else code
 
     def map(self, fn: str, x: Code) -> Code:
-        if fn == "neg":
-            return Code(f"-{x.at(_NEG)}", x.axes, _NEG)
         template, x = _SCALAR[fn], self.tensor(x)
         return Code(template.format(x.atom if template.startswith("{}") else x.text), x.axes)
 

@@ -80,8 +80,9 @@ class Scope:
         """One more node, one level deeper: macros that call macros may not grow without bound."""
         self.nodes += 1
         if self.nodes > MAX_NODES or self.depth >= MAX_DEPTH:
-            size = f"more than {MAX_NODES} nodes" if self.nodes > MAX_NODES else "too many levels"
-            self.errors.append(Diagnostic(span, f"the layer's formulas unfold to {size}", "use fewer nested calls"))
+            size = f"{MAX_NODES} nodes" if self.nodes > MAX_NODES else f"{MAX_DEPTH} levels"
+            found = Diagnostic(span, f"the layer's formulas unfold to more than {size}", "use fewer nested calls")
+            self.errors.append(found)
             raise Abandon
         self.depth += 1
         try:

@@ -1,4 +1,4 @@
-"""Constructors of spec expressions that simplify as they build, and walks over expressions.
+"""Constructors of spec expressions that simplify as they build.
 
 Input and output: `Expr` of spec.py. Numbers are folded and pulled to the front, zeros and ones vanish, and matrices
 stay factored (an elementwise factor of an outer product goes into its vectors). A cotangent may have fewer dims than
@@ -7,88 +7,29 @@ the value it belongs to: it then stands for its broadcast. Does not expand produ
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
-
 from ttmdsl.spec import (
-    Apply,
     Binary,
     BinaryOp,
-    Columns,
     ColumnsJacT,
-    Const,
     Expr,
     Inner,
     JacT,
     Map,
     MatVec,
-    Mean,
     Norm,
     Num,
     Outer,
     Ref,
-    Rows,
     RowsJacT,
     Shape,
     Size,
     Total,
     Transpose,
 )
+from ttmdsl.walk_expr import walk as walk  # check_pass.py has it from here
 
 ZERO = Num(0.0)
 ONE = Num(1.0)
-
-
-# ---- walks --------------------------------------------------------------------------------------------------
-
-
-def children(e: Expr) -> tuple[Expr, ...]:
-    """The direct subexpressions, in the order they are written."""
-    match e:
-        case Num() | Const() | Size() | Ref():
-            return ()
-        case Map(x=x) | Norm(x=x) | Total(x=x) | Mean(x=x) | Apply(x=x):
-            return (x,)
-        case Transpose(m=m) | Columns(m=m) | Rows(m=m):
-            return (m,)
-        case Binary(a=a, b=b) | Inner(a=a, b=b) | Outer(a=a, b=b):
-            return (a, b)
-        case MatVec(m=m, x=x):
-            return (m, x)
-        case JacT(at=at, cot=cot):
-            return (at, cot)
-        case ColumnsJacT(m=m, cot=cot) | RowsJacT(m=m, cot=cot):
-            return (m, cot)
-
-
-def with_children(e: Expr, new: tuple[Expr, ...]) -> Expr:
-    """The same node over other subexpressions."""
-    if all(a is b for a, b in zip(children(e), new, strict=True)):
-        return e
-    names = [f.name for f in dataclasses.fields(e) if f.name in ("m", "x", "a", "b", "at", "cot")]
-    changes: dict[str, Expr] = dict(zip(names, new, strict=True))
-    return dataclasses.replace(e, **changes)  # type: ignore[arg-type]
-
-
-def rewrite(e: Expr, f: Callable[[Expr], Expr | None]) -> Expr:
-    """Replace, from the top, every node for which `f` has an answer."""
-    found = f(e)
-    return found if found is not None else with_children(e, tuple(rewrite(c, f) for c in children(e)))
-
-
-def walk(e: Expr) -> Iterator[Expr]:
-    """Every node once, subexpressions first."""
-    seen: set[Expr] = set()
-
-    def visit(node: Expr) -> Iterator[Expr]:
-        if node in seen:
-            return
-        seen.add(node)
-        for c in children(node):
-            yield from visit(c)
-        yield node
-
-    yield from visit(e)
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------
@@ -174,7 +115,8 @@ def add(a: Expr, b: Expr) -> Expr:
     for c, rest in _terms(a) + _terms(b):
         collected[rest] = collected.get(rest, 0.0) + c
     result: Expr = ZERO
-    for rest, c in collected.items():
+    leading = next((rest for rest, c in collected.items() if c > 0), None)  # b - a reads better than -a + b
+    for rest, c in sorted(collected.items(), key=lambda item: item[0] is not leading):
         if c == 0.0:
             continue
         if is_zero(result):

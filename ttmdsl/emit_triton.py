@@ -1,0 +1,336 @@
+"""The Triton backend of a generated module: kernels, forward and backward, and their autograd function.
+
+Input: `Lowered` and its plans. Output: the section's source text, defining `_triton(x, state, cu_seqlens)`.
+The templates frame the kernels; their arithmetic comes from the printer.
+
+Pointers are named by what they hold: `q_ptr` an input, `S_start_ptr` a state at the sequences' starts [N, H, ...],
+`S_units_ptr` at every unit's start [U, H, ...], `S_end_ptr` at the ends, and the same with d_ for cotangents.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ttmdsl.ir import Axes, Node, base_dim, reachable
+from ttmdsl.lower import Form, Lowered
+from ttmdsl.lower_token import state_axes
+from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan
+from ttmdsl.print_triton import TritonPrinter, load_block, load_token, offsets, store_block, store_token
+from ttmdsl.printer import Names
+from ttmdsl.spec import LayerSpec
+from ttmdsl.templates import render
+
+LOCALS = frozenset(
+    "tl triton torch n h i j u row_h alive lower strict live last fresh first length count unit_0 t_ offset place H BT LEN GROUP"
+    " PER DOT PRECISION INVERSE KEEP SEGMENT program segment segments step".split()
+)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A pointer of a kernel and the Python expression that launches pass for it. `dtype`: input, gate or float32."""
+
+    name: str
+    value: str
+    dtype: str
+
+
+@dataclass
+class KernelText:
+    """What a kernel template needs; lists are lines of code."""
+
+    name: str
+    doc: str
+    arguments: list[Argument] = field(default_factory=list)
+    dims: list[str] = field(default_factory=list)
+    blocked: str = ""
+    reverse: bool = False
+    before: list[str] = field(default_factory=list)
+    keep: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
+    uses: set[str] = field(default_factory=set)
+
+    def pointer(self, name: str, value: str, dtype: str) -> str:
+        """Declares a pointer once."""
+        argument = Argument(f"{name}_ptr", value, dtype)
+        if argument not in self.arguments:
+            self.arguments.append(argument)
+        return argument.name
+
+
+class KernelWriter:
+    """Writes the text of one kernel."""
+
+    def __init__(self, spec: LayerSpec, text: KernelText, roots: Iterable[Node], unit: str, printer: TritonPrinter) -> None:
+        self.spec, self.text, self.unit, self.printer = spec, text, unit, printer
+        self.shapes = {t.keyword: t.shape for t in spec.tensors}
+        self.shapes["y"] = spec.passes[-1].read.shape
+        self.states = state_axes(spec)
+        nodes = reachable(roots)
+        text.dims = [d for d in spec.dims if any(base_dim(x) == d for n in nodes for x in n.axes) or self._sized(nodes, d)]
+        text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
+        text.uses = {str(n.attr[0]) for n in nodes if n.op in ("mask", "decay_dot", "decay_mix", "decay_mix_t")}
+        text.uses |= {n.role for n in nodes if n.role in ("live", "last", "fresh")}
+
+    def _sized(self, nodes: list[Node], dim: str) -> bool:
+        return any(n.op == "size" and n.attr[0] == dim for n in nodes)
+
+    def _strides(self, nodes: list[Node]) -> list[str]:
+        return [d for d in self.spec.dims if d in {base_dim(x) for shape in self.shapes.values() for x in shape}]
+
+    def dtype(self, keyword: str) -> str:
+        kinds = {t.keyword: t.kind for t in self.spec.tensors}
+        return "input" if kinds.get(keyword, "input") == "input" else "gate"
+
+    def load(self, leaf: Node) -> str:
+        """The line that loads a leaf at one unit; its name becomes the leaf's text."""
+        name = self.printer.names.get(leaf.name if leaf.role != "cot" else f"d_{leaf.name}")
+        order = self.shapes[leaf.name]
+        match leaf.role:
+            case "token":
+                pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
+                line = load_token(pointer, leaf.axes, order)
+            case "param":
+                pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
+                line = load_block(pointer, "h", leaf.axes, order)
+            case "cot":
+                line = load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
+            case role:
+                raise AssertionError(role)
+        self.printer.text[leaf] = name
+        return f"{name} = {line}"
+
+    def load_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str) -> str:
+        """Text that loads a state from the array of starts, units or ends."""
+        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
+        return load_block(pointer, base, axes, self.states[name])
+
+    def store_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, value: str) -> str:
+        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
+        return store_block(pointer, base, axes, self.states[name], value)
+
+    def inputs(self, leaves: Iterable[Node]) -> tuple[list[str], list[str]]:
+        """Lines for params, before the units; lines for the tensors of a unit."""
+        before, each = [], []
+        for leaf in leaves:
+            match leaf.role:
+                case "param":
+                    before.append(self.load(leaf))
+                case "token" | "cot":
+                    each.append(self.load(leaf))
+                case "live" | "last" | "fresh":
+                    self.printer.text[leaf] = leaf.role
+        return before, each
+
+    def store_output(self, name: str, value: Node, base: str) -> list[str]:
+        """Lines that store an output of a unit: y, or the gradient of an input, or of a param (one for each unit)."""
+        text = self.printer.sanitized(value) if value.axes else self.printer.text[value]
+        if name == "y":
+            return [store_token(self.text.pointer("y", "y", "input"), value.axes, self.shapes["y"], text)]
+        param = any(t.keyword == name and t.kind == "param" for t in self.spec.tensors)
+        pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32" if param else self.dtype(name))
+        if param:
+            return [store_block(pointer, base, value.axes, self.shapes[name], text)]
+        return [store_token(pointer, value.axes, self.shapes[name], text)]
+
+
+def _printer(program_builder: object, spec: LayerSpec) -> TritonPrinter:
+    from ttmdsl.ir import Builder
+
+    assert isinstance(program_builder, Builder)
+    taken = set(LOCALS) | set(keyword.kwlist)
+    for d in spec.dims:
+        taken |= {d, f"P_{d}", f"o_{d}", f"m_{d}"}
+    return TritonPrinter(program_builder, Names(taken))
+
+
+def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
+    """The text of a scan kernel: a walk over the units of one sequence and head."""
+    text = KernelText(kernel.name, "", blocked=kernel.blocked, reverse=kernel.reverse)
+    printer = _printer(kernel.program.builder, spec)
+    writer = KernelWriter(spec, text, kernel.roots, kernel.program.unit, printer)
+    role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
+    leaves = kernel.leaves()
+    text.before, loads = writer.inputs(leaves)
+    variables: dict[str, str] = {}
+    carried = {n.name: n for n in leaves if n.role == role}
+    # a carry that no unit reads is still handed from start to end
+    for name in [*carried, *(k for k in kernel.keeps if k not in carried)]:
+        leaf = carried.get(name) or next(n for n in kernel.program.leaves() if n.role == role and n.name == name)
+        variables[name] = printer.names.get(prefix + name)
+        printer.text[leaf] = variables[name]
+        source = "end" if kernel.reverse else "start"
+        text.before.append(f"{variables[name]} = {writer.load_state(source, prefix, name, leaf.axes, 'n * H + h')}")
+        if name in kernel.keeps:
+            text.keep.append(writer.store_state("units", prefix, name, leaf.axes, "u * H + h", variables[name]))
+    if kernel.reverse:  # states at the units' starts
+        for leaf in (n for n in leaves if n.role == "carry"):
+            printer.text[leaf] = printer.names.get(leaf.name)
+            loads.append(f"{printer.text[leaf]} = {writer.load_state('units', '', leaf.name, leaf.axes, 'u * H + h')}")
+    text.body = [*loads, *printer.emit(kernel.roots)]
+    for name, value in kernel.outputs.items():
+        text.body += writer.store_output(name, value, "u * H + h")
+    new = {k: printer.sanitized(v) for k, v in kernel.carried.items()}
+    new |= {k: f"tl.zeros_like({v})" for k, v in variables.items() if k not in new}
+    ends = {k: variables.get(k) or printer.names.get(prefix + k) for k in new}
+    # a value that is handed on, but not in, has to exist before the loop
+    for name in ends:
+        if name not in variables:
+            source = "end" if kernel.reverse else "start"
+            axes = kernel.carried[name].axes
+            text.before.append(f"{ends[name]} = {writer.load_state(source, prefix, name, axes, 'n * H + h')}")
+    moved = [k for k in new if new[k] != ends[k]]
+    staged = {k: printer.names.get(f"{ends[k]}_next") for k in moved if len(moved) > 1}
+    text.body += [f"{staged[k]} = {new[k]}" for k in staged]
+    text.body += [f"{ends[k]} = {staged.get(k, new[k])}" for k in moved]
+    target = "start" if kernel.reverse else "end"
+    for name in kernel.carried:
+        axes = kernel.carried[name].axes
+        text.after.append(writer.store_state(target, prefix, name, axes, "n * H + h", ends[name]))
+    text.doc = _doc(kernel)
+    return text
+
+
+def write_map(spec: LayerSpec, kernel: Kernel) -> KernelText:
+    """The text of a map kernel: one unit of one head, all at once."""
+    text = KernelText(kernel.name, _doc(kernel))
+    printer = _printer(kernel.program.builder, spec)
+    writer = KernelWriter(spec, text, kernel.roots, kernel.program.unit, printer)
+    leaves = kernel.leaves()
+    before, loads = writer.inputs(leaves)
+    for leaf in leaves:
+        if leaf.role in ("carry", "cocarry"):
+            prefix = "d_" if leaf.role == "cocarry" else ""
+            printer.text[leaf] = printer.names.get(prefix + leaf.name)
+            loads.append(f"{printer.text[leaf]} = {writer.load_state('units', prefix, leaf.name, leaf.axes, 'u * H + h')}")
+    text.body = [*before, *loads, *printer.emit(kernel.roots)]
+    for name, value in kernel.outputs.items():
+        text.body += writer.store_output(name, value, "u * H + h")
+    return text
+
+
+def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
+    """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
+    text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
+    forward, backward = carries(form.forward), form.backward.outputs
+    roots = list(backward.values())
+    printer = _printer(form.backward.builder, spec)
+    writer = KernelWriter(spec, text, [*roots, *forward.values()], "token", printer)
+    # the states of a segment once more: forward values have names of their own, as they belong to another loop
+    replay = TritonPrinter(form.forward.builder, printer.names)
+    replayer = KernelWriter(spec, text, [*roots, *forward.values()], "token", replay)
+    before, loads = replayer.inputs(n for n in reachable(forward.values()) if n.op == "leaf")
+    states = {n.name: n for n in form.forward.leaves() if n.role == "carry"}
+    text.before += before
+    for leaf_name, leaf in states.items():
+        replay.text[leaf] = printer.names.get(leaf_name)
+        base = "u * H + h"
+        text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', '', leaf_name, leaf.axes, base)}")
+        text.keep.append(writer.store_state("scratch", "", leaf_name, leaf.axes, "slot", replay.text[leaf]))
+    text.keep += [*loads, *replay.emit(v for k, v in forward.items() if k in states)]
+    new = {k: replay.sanitized(v) for k, v in forward.items() if k in states}
+    staged = {k: printer.names.get(f"{replay.text[states[k]]}_next") for k in new}
+    text.keep += [f"{staged[k]} = {new[k]}" for k in new]
+    text.keep += [f"{replay.text[states[k]]} = {staged[k]}" for k in new]
+    # in reverse
+    before, loads = writer.inputs(n for n in reachable(roots) if n.op == "leaf")
+    text.before += [line for line in before if line not in text.before]
+    text.body += loads
+    for leaf in (n for n in reachable(roots) if n.role == "carry"):
+        printer.text[leaf] = printer.names.get(leaf.name)
+        text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', '', leaf.name, leaf.axes, 'slot')}")
+    variables: dict[str, str] = {}
+    for key, value in forward.items():
+        leaf = form.backward.builder.leaf("cocarry", key, value.axes)
+        variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
+        text.before.append(f"{variables[key]} = {writer.load_state('end', 'd_', key, leaf.axes, 'n * H + h')}")
+    text.body += printer.emit(roots)
+    sums: dict[str, str] = {}
+    params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
+    for key, value in backward.items():
+        if key.startswith("carry:"):
+            continue
+        if key[2:] in params:
+            total = sums[key[2:]] = printer.names.get(f"{key[2:]}_total")
+            zero = f"tl.zeros({_shape(value.axes)}, tl.float32)" if value.axes else "0.0"
+            text.before.append(f"{total} = {zero}")
+            text.body.append(f"{total} += {printer.sanitized(value) if value.axes else printer.text[value]}")
+            pointer = text.pointer(f"d_{key[2:]}", f'd_x["{key[2:]}"]', "float32")
+            text.after.append(store_block(pointer, "n * H + h", value.axes, params[key[2:]], total))
+        else:
+            text.body += writer.store_output(key[2:], value, "")
+    d_new = {k: printer.sanitized(backward[f"carry:{k}"]) if f"carry:{k}" in backward else f"tl.zeros_like({v})" for k, v in variables.items()}
+    staged = {k: printer.names.get(f"{variables[k]}_next") for k in d_new}
+    text.body += [f"{staged[k]} = {d_new[k]}" for k in d_new]
+    text.body += [f"{variables[k]} = {staged[k]}" for k in d_new]
+    for key, value in forward.items():
+        text.after.append(writer.store_state("start", "d_", key, value.axes, "n * H + h", variables[key]))
+    return text
+
+
+def _shape(axes: Axes) -> str:
+    from ttmdsl.print_triton import shape
+
+    return shape(axes)
+
+
+def _doc(kernel: Kernel) -> str:
+    what = [*kernel.outputs, *(f"the carry {k}" for k in kernel.carried)]
+    how = "unit after unit" if kernel.kind == "scan" else "every unit at once"
+    way = ", last unit first" if kernel.reverse else ""
+    return f"{'Gradients of ' if kernel.kind == 'map' else ''}{', '.join(what)}: {how}{way}."
+
+
+def token_kernel(form: Form) -> Kernel:
+    """The forward kernel of the sequential form."""
+    y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
+    kept = tuple(n.name for n in form.forward.leaves() if n.role == "carry")
+    carried = carries(form.forward)
+    return Kernel(
+        "_token_forward", "scan", form.forward, False, y, carried, kept, ""
+    )
+
+
+def emit_triton(lowered: Lowered) -> str:
+    """The section's source text."""
+    spec = lowered.rule.spec
+    plans: list[Plan] = []
+    if lowered.chunk is not None:
+        plans.append(plan("chunk", lowered.chunk))
+    if lowered.resumed is not None:
+        plans.append(plan("resumed", lowered.resumed))
+    chunks = []
+    for p in plans:
+        chunks.append(
+            {
+                "name": p.name,
+                "forward": write_scan(spec, p.forward[0]),
+                "scan": write_scan(spec, p.backward[0]),
+                "maps": [write_map(spec, k) for k in p.backward[1:]],
+                "kept": list(p.forward[0].keeps),
+                "d_kept": list(p.backward[0].keeps),
+                "carried": list(p.forward[0].carried),
+            }
+        )
+    token = token_kernel(lowered.token)
+    programs = [f for f in (lowered.token, lowered.chunk, lowered.resumed) if f is not None]
+    ops = {n.op for f in programs for q in (f.forward, f.backward) for n in q.nodes()}
+    return render(
+        "triton.py.j2",
+        chunks=chunks,
+        token_forward=write_scan(spec, token),
+        token_backward=write_token_backward(spec, lowered.token, "_token_backward"),
+        ops=ops,
+        chunk=16 if ops & {"decay_dot", "decay_mix", "decay_mix_t"} else 64,
+        batch=lowered.batch,
+        params={t.keyword: t.shape for t in spec.tensors if t.kind == "param"},
+        tokens={t.keyword: t.shape for t in spec.tensors if t.kind != "param"},
+        token_kept=list(token.keeps),
+        token_carried=list(token.carried),
+        output=spec.passes[-1].read.shape,
+        dims=spec.dims,
+    )

@@ -1,0 +1,220 @@
+"""IR values as Triton expressions on padded tiles.
+
+Input: nodes, and which dim is blocked. Output: expressions; loads and stores of tiles in the layouts of `op`'s tensors.
+Does not know kernels or plans.
+"""
+
+from __future__ import annotations
+
+from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, base_dim, constant
+from ttmdsl.padding import PaddingAnalysis
+from ttmdsl.printer import Names, Printer, under
+
+CALLS = {
+    "exp2": "tl.exp2", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "erf": "tl.erf", "abs": "tl.abs",
+    "sigmoid": "tl.sigmoid",
+}  # fmt: skip
+
+
+def at(text: str, axes: Axes, target: Axes) -> str:
+    """Indexing that puts a value's axes among the target's."""
+    if axes == target or not axes:
+        return text
+    return f"{text}[{', '.join(':' if x in axes else 'None' for x in target)}]"
+
+
+def shape(axes: Axes) -> str:
+    """The tile's shape."""
+    return "[" + ", ".join("BT" if x in TOKEN_AXES else f"P_{base_dim(x)}" for x in axes) + "]"
+
+
+class TritonPrinter(Printer):
+    """Prints the values of one kernel."""
+
+    def __init__(self, builder: Builder, names: Names) -> None:
+        super().__init__(builder, names)
+        self.padding = PaddingAnalysis()
+
+    def operand(self, node: Node, target: Axes) -> str:
+        """A value among the target's axes."""
+        return at(self.text[node], node.axes, target) if any(n.op == "leaf" for n in under([node])) else self.text[node]
+
+    def tile(self, node: Node) -> str:
+        """A value as a tile of its full shape, constants too."""
+        number = constant(node)
+        return self.text[node] if number is None else f"tl.full({shape(node.axes)}, {number!r}, tl.float32)"
+
+    def inside(self, axis: str, target: Axes) -> str:
+        """A mask: true before the end of the dim."""
+        return at(f"m_{base_dim(axis)}", (axis,), target)
+
+    def masked(self, node: Node, axes: Axes, fill: str = "0.0") -> str:
+        """The value with zero (or fill) beyond the ends of these axes."""
+        if not axes:
+            return self.tile(node)
+        keep = " & ".join(self.inside(x, node.axes) for x in axes)
+        return f"tl.where({keep}, {self.tile(node)}, {fill})"
+
+    def sanitized(self, node: Node) -> str:
+        """The value with zero beyond the end of every dim, as a carry must be."""
+        return self.masked(node, tuple(x for x in node.axes if x not in TOKEN_AXES and self.padding.of(node, x) != "zero"))
+
+    def _summands(self, nodes: tuple[Node, ...], over: Axes) -> list[str]:
+        """Texts of the factors of a sum over axes, masked so that padding adds nothing."""
+        dims = [x for x in over if x not in TOKEN_AXES]
+        result = []
+        clean = {x: any(self.padding.of(n, x) == "zero" for n in nodes) for x in dims}
+        for n in nodes:
+            mask = [x for x in dims if self.padding.of(n, x) == "wild" or not clean[x]]
+            clean |= dict.fromkeys(mask, True)
+            result.append(self.masked(n, tuple(mask)))
+        return result
+
+    def expression(self, node: Node) -> str:
+        axes, args = node.axes, node.args
+        ops = [self.operand(a, axes) for a in args]
+        match node.op:
+            case "const":
+                value = float(node.value or 0.0)
+                return repr(value) if value >= 0 else f"({value!r})"
+            case "size":
+                return str(node.attr[0])
+            case "add":
+                if args[1].op == "neg":
+                    return f"({ops[0]} - {self.operand(args[1].args[0], axes)})"
+                return f"({ops[0]} + {ops[1]})"
+            case "neg":
+                return f"(-{ops[0]})"
+            case "mul":
+                return f"({ops[0]} * {ops[1]})"
+            case "recip":
+                return f"(1.0 / {ops[0]})"
+            case "pow":
+                return f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))"  # type: ignore[arg-type]
+            case "tanh":
+                return f"(2.0 * tl.sigmoid(2.0 * {ops[0]}) - 1.0)"
+            case "max" | "min":
+                return f"tl.{node.op}imum({ops[0]}, {ops[1]})"
+            case "sign":
+                return f"tl.where({ops[0]} > 0, 1.0, tl.where({ops[0]} < 0, -1.0, 0.0))"
+            case "step":
+                return f"tl.where({ops[0]} > 0, 1.0, 0.0)"
+            case "select":
+                return f"tl.where({self.text[args[0]]}, {ops[1]}, {ops[2]})"
+            case "expand":
+                return ops[0]
+            case "rename":
+                source, target = map(str, node.attr)
+                moved = tuple(target if a == source else a for a in args[0].axes)
+                return self.text[args[0]] if moved == axes else f"tl.trans({self.text[args[0]]})"
+            case "sum":
+                return self._reduce("sum", self._summands(args, node.reduced)[0], args[0].axes, node.reduced)
+            case "amax":
+                dims = tuple(x for x in node.reduced if x not in TOKEN_AXES)
+                return self._reduce("max", self.masked(args[0], dims, "float('-inf')"), args[0].axes, node.reduced)
+            case "contract":
+                return self._contract(node)
+            case "mask":
+                fill = float(node.attr[1])  # type: ignore[arg-type]
+                return f"tl.where({node.attr[0]}, {ops[0]}, {'0.0' if fill == 0 else chr(34).join(['float(', '-inf', ')'])})"
+            case "cumsum":
+                reverse = ", reverse=True" if node.attr[1] else ""
+                return f"tl.cumsum({self.tile(args[0])}, {axes.index(str(node.attr[0]))}{reverse})"
+            case "tri_inv":
+                return f"_unit_lower_inverse({self.tile(args[0])}, BT, INVERSE)"
+            case "decay_dot" | "decay_mix" | "decay_mix_t":
+                texts = [self.tile(a) for a in args]
+                if node.op == "decay_dot":
+                    q, k = self._summands(args[:2], (str(node.attr[1]),))
+                    texts[:2] = [q, k]
+                return f"_{node.op}({', '.join(texts)}, {node.attr[0]}, BT)"
+            case _:
+                return f"{CALLS[node.op]}({ops[0]})"
+
+    def _reduce(self, how: str, text: str, axes: Axes, over: Axes) -> str:
+        for x in sorted(over, key=axes.index, reverse=True):
+            text = f"tl.{how}({text}, {axes.index(x)})"
+        return text
+
+    def _contract(self, node: Node) -> str:
+        a, b = node.args
+        over = node.reduced
+        left, right = self._summands((a, b), over)
+        shared = [x for x in a.axes if x in b.axes and x not in over]
+        if len(over) == 1 and not shared and len(a.axes) == len(b.axes) == 2:
+            if node.axes[0] in b.axes:
+                a, b, left, right = b, a, right, left
+            left = left if a.axes[1] == over[0] else f"tl.trans({left})"
+            right = right if b.axes[0] == over[0] else f"tl.trans({right})"
+            return f"_dot({left}, {right}, DOT, PRECISION)"
+        union = self.builder.order((*a.axes, *b.axes))
+        product = f"{at(left, a.axes, union)} * {at(right, b.axes, union)}"
+        return self._reduce("sum", product, union, over)
+
+
+# ---- tiles in memory --------------------------------------------------------------------------------------------
+
+
+def offsets(axes: Axes, order: Axes) -> str:
+    """Offsets of a tile inside a row-major block whose dims are `order`; axes are the tile's dims."""
+    terms = []
+    for x in axes:
+        stride = [base_dim(y) for y in order[order.index(x) + 1 :]]
+        terms.append(" * ".join([at(f"o_{base_dim(x)}", (x,), axes), *stride]))
+    return " + ".join(terms)
+
+
+def size(order: Axes) -> str:
+    """Number of elements of a block."""
+    return " * ".join(base_dim(x) for x in order)
+
+
+def inside(axes: Axes) -> str:
+    """Mask of a tile's dims."""
+    return " & ".join(at(f"m_{base_dim(x)}", (x,), axes) for x in axes)
+
+
+def _block(base: str, axes: Axes, order: Axes) -> str:
+    return f"{base} * ({size(order)}) + {offsets(axes, order)}" if order else base
+
+
+def load_block(pointer: str, base: str, axes: Axes, order: Axes) -> str:
+    """Loads the tile at block number `base` of a row-major array of blocks; zero beyond the dims' ends."""
+    mask = f", mask={inside(axes)}, other=0.0" if axes else ""
+    return f"tl.load({pointer} + {_block(base, axes, order)}{mask}).to(tl.float32)"
+
+
+def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> str:
+    mask = f", mask={inside(axes)}" if axes else ""
+    return f"tl.store({pointer} + {_block(base, axes, order)}, {text}{mask})"
+
+
+def token_address(pointer: str, axes: Axes, order: Axes) -> str:
+    """Address of a per-token tile: rows of [B * T, H, *order] for the chunk's tokens, or one token's block."""
+    dims = tuple(x for x in axes if x != "t")
+    if "t" not in axes:
+        return f"{pointer} + {_block('row_h', dims, order)}"
+    rows = at("row_h", ("t",), axes)
+    if not dims:
+        return f"{pointer} + {rows}"
+    inner = " + ".join(
+        " * ".join([at(f"o_{base_dim(x)}", (x,), axes), *(base_dim(y) for y in order[order.index(x) + 1 :])]) for x in dims
+    )
+    return f"{pointer} + {rows} * ({size(order)}) + {inner}"
+
+
+def token_mask(axes: Axes, live: bool) -> str:
+    parts = [at("alive", ("t",), axes)] if live and "t" in axes else []
+    parts += [at(f"m_{base_dim(x)}", (x,), axes) for x in axes if x != "t"]
+    return " & ".join(parts)
+
+
+def load_token(pointer: str, axes: Axes, order: Axes, live: bool = False) -> str:
+    """Loads per-token values; with `live`, zero where there is no token, else some token's value."""
+    mask = token_mask(axes, live)
+    return f"tl.load({token_address(pointer, axes, order)}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
+
+
+def store_token(pointer: str, axes: Axes, order: Axes, text: str) -> str:
+    mask = token_mask(axes, True)
+    return f"tl.store({token_address(pointer, axes, order)}, {text}{f', mask={mask}' if mask else ''})"
