@@ -175,7 +175,7 @@ def inside(axes: Axes) -> str:
 
 
 def _block(base: str, axes: Axes, order: Axes) -> str:
-    return f"{base} * ({size(order)}) + {offsets(axes, order)}" if order else base
+    return f"({base}) * ({size(order)}) + {offsets(axes, order)}" if order else base
 
 
 def load_block(pointer: str, base: str, axes: Axes, order: Axes) -> str:
