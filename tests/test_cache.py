@@ -173,7 +173,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_a_cached_load_is_quick(place: Path) -> None:
-    ttmdsl.load("trellis")
+    output(python(LOAD + "ttmdsl.load('trellis')"))
     script = (
         "import time, torch; start = time.perf_counter(); import ttmdsl; ttmdsl.load('trellis');"
         "print(time.perf_counter() - start); import sys; assert 'sympy' not in sys.modules"
@@ -184,10 +184,8 @@ def test_a_cached_load_is_quick(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
-    script = (
-        "import time, torch; import stubs; stubs.install(); start = time.perf_counter();"
-        "import ttmdsl; ttmdsl.load('trellis'); print(time.perf_counter() - start)"
+    script = (  # the processor's time, since other tests may run beside this one
+        "import time, torch; import stubs; stubs.install(); start = time.process_time();"
+        "import ttmdsl; ttmdsl.load('trellis'); print(time.process_time() - start)"
     )
-    start = time.perf_counter()
-    seconds = min(float(output(python(script, TTM_CACHE_DIR=str(tmp_path / str(n))))) for n in range(2))
-    assert seconds < 2, time.perf_counter() - start
+    assert min(float(output(python(script, TTM_CACHE_DIR=str(tmp_path / str(n))))) for n in range(2)) < 2

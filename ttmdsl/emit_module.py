@@ -68,7 +68,7 @@ def emit_module(spec: LayerSpec, update: Iterable[str], sections: Mapping[str, s
     }
 
     def module(alias: str) -> str:
-        exports = sorted({*_EXPORTS, alias}, key=lambda name: (name.lower(), name))
+        exports = [*_EXPORTS, *sorted({"op", "step", alias})]
         return render("module.py.j2", **context, alias=alias, exports=exports).rstrip("\n") + "\n"
 
     text = module(alias)
@@ -89,8 +89,6 @@ _EXPORTS = (
     "SPEC",
     "STATE",
     "Layer",
-    "op",
-    "step",
 )
 
 

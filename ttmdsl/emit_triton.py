@@ -13,11 +13,11 @@ import keyword
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ttmdsl.ir import Axes, Node, base_dim, reachable
+from ttmdsl.ir import Axes, Builder, Node, base_dim, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_token import state_axes
-from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan
-from ttmdsl.print_triton import TritonPrinter, load_block, load_token, offsets, store_block, store_token
+from ttmdsl.plan import Kernel, carries, plan
+from ttmdsl.print_triton import TritonPrinter, load_block, load_token, shape, store_block, store_token
 from ttmdsl.printer import Names
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
@@ -138,14 +138,11 @@ class KernelWriter:
         return [store_token(pointer, value.axes, self.shapes[name], text)]
 
 
-def _printer(program_builder: object, spec: LayerSpec) -> TritonPrinter:
-    from ttmdsl.ir import Builder
-
-    assert isinstance(program_builder, Builder)
+def _printer(builder: Builder, spec: LayerSpec) -> TritonPrinter:
     taken = set(LOCALS) | set(keyword.kwlist)
     for d in spec.dims:
         taken |= {d, f"P_{d}", f"o_{d}", f"m_{d}"}
-    return TritonPrinter(program_builder, Names(taken))
+    return TritonPrinter(builder, Names(taken))
 
 
 def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
@@ -256,7 +253,7 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
             continue
         if key[2:] in params:
             total = sums[key[2:]] = printer.names.get(f"{key[2:]}_total")
-            zero = f"tl.zeros({_shape(value.axes)}, tl.float32)" if value.axes else "0.0"
+            zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
             text.before.append(f"{total} = {zero}")
             text.body.append(f"{total} += {printer.sanitized(value) if value.axes else printer.text[value]}")
             pointer = text.pointer(f"d_{key[2:]}", f'd_x["{key[2:]}"]', "float32")
@@ -272,12 +269,6 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     return text
 
 
-def _shape(axes: Axes) -> str:
-    from ttmdsl.print_triton import shape
-
-    return shape(axes)
-
-
 def _doc(kernel: Kernel) -> str:
     what = [*kernel.outputs, *(f"the carry {k}" for k in kernel.carried)]
     how = "unit after unit" if kernel.kind == "scan" else "every unit at once"
@@ -291,46 +282,56 @@ def token_kernel(form: Form) -> Kernel:
     kept = tuple(n.name for n in form.forward.leaves() if n.role == "carry")
     carried = carries(form.forward)
     return Kernel(
-        "_token_forward", "scan", form.forward, False, y, carried, kept, ""
+        "_token_forward_kernel", "scan", form.forward, False, y, carried, kept, ""
     )
+
+
+@dataclass(frozen=True)
+class FormTexts:
+    """The kernels of one form as text, and which states they keep at every unit's start or hand on."""
+
+    name: str
+    forward: KernelText
+    scan: KernelText
+    maps: tuple[KernelText, ...]
+    kept: list[str]
+    d_kept: list[str]
+    carried: list[str]
+
+    def kernels(self) -> tuple[KernelText, ...]:
+        return (self.forward, self.scan, *self.maps)
+
+
+def write_forms(lowered: Lowered) -> list[FormTexts]:
+    """All kernels of a layer: the chunk forms where there are any, last the sequential form."""
+    spec = lowered.rule.spec
+    texts = []
+    for name, form in (("chunk", lowered.chunk), ("resumed", lowered.resumed)):
+        if form is not None:
+            p = plan(name, form)
+            forward, scan, *maps = (write_scan(spec, k) if k.kind == "scan" else write_map(spec, k) for k in p.kernels())
+            kept = (list(p.forward[0].keeps), list(p.backward[0].keeps), list(p.forward[0].carried))
+            texts.append(FormTexts(name, forward, scan, tuple(maps), *kept))
+    token = token_kernel(lowered.token)
+    backward = write_token_backward(spec, lowered.token, "_token_backward_kernel")
+    kept = (list(token.keeps), [], list(token.carried))
+    texts.append(FormTexts("token", write_scan(spec, token), backward, (), *kept))
+    return texts
 
 
 def emit_triton(lowered: Lowered) -> str:
     """The section's source text."""
     spec = lowered.rule.spec
-    plans: list[Plan] = []
-    if lowered.chunk is not None:
-        plans.append(plan("chunk", lowered.chunk))
-    if lowered.resumed is not None:
-        plans.append(plan("resumed", lowered.resumed))
-    chunks = []
-    for p in plans:
-        chunks.append(
-            {
-                "name": p.name,
-                "forward": write_scan(spec, p.forward[0]),
-                "scan": write_scan(spec, p.backward[0]),
-                "maps": [write_map(spec, k) for k in p.backward[1:]],
-                "kept": list(p.forward[0].keeps),
-                "d_kept": list(p.backward[0].keeps),
-                "carried": list(p.forward[0].carried),
-            }
-        )
-    token = token_kernel(lowered.token)
+    *chunks, token = write_forms(lowered)
     programs = [f for f in (lowered.token, lowered.chunk, lowered.resumed) if f is not None]
     ops = {n.op for f in programs for q in (f.forward, f.backward) for n in q.nodes()}
     return render(
         "triton.py.j2",
         chunks=chunks,
-        token_forward=write_scan(spec, token),
-        token_backward=write_token_backward(spec, lowered.token, "_token_backward"),
+        token=token,
         ops=ops,
         chunk=16 if ops & {"decay_dot", "decay_mix", "decay_mix_t"} else 64,
         batch=lowered.batch,
-        params={t.keyword: t.shape for t in spec.tensors if t.kind == "param"},
-        tokens={t.keyword: t.shape for t in spec.tensors if t.kind != "param"},
-        token_kept=list(token.keeps),
-        token_carried=list(token.carried),
+        tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
         output=spec.passes[-1].read.shape,
-        dims=spec.dims,
     )

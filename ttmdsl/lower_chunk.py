@@ -13,6 +13,7 @@ read of the state just before (solved by a triangular inverse); writes that depe
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -329,38 +330,53 @@ class Probe:
 def solve(b: Builder, memory: ChunkMemory, probe: Probe, found: list[Write], moment: Moment) -> list[Write]:
     """Writes affine in the unknown read: the read follows from a triangular system over the chunk's tokens.
 
-    With writes l = c z + l' (z the unknown, c a scalar per token), z = P_0 x + sum_w scores_w l_w is
-    (I - sum_w scores_w diag(c_w)) z = P_0 x + sum_w scores_w l'_w.
+    With writes l = c z + l' (z the unknown, c a scalar per token), z = P_0 x + sum_w scores_w l_w.
     """
     x, over, unknown = probe.x, probe.over, probe.unknown
     assert x is not None
     assert unknown is not None
     if memory.channel not in ("", over):
         raise NotChunkable("a decay per channel of the read makes one triangular system for every channel")
-    system: Node | None = None
-    known = memory.read_start(x, over, moment)
-    split: list[tuple[Write, Node | None, Node]] = []
+    start = memory.read_start(x, over, moment)
+    known: list[Node] = [start]
+    open_: list[tuple[Write, Node, Node, Node]] = []  # writes that hold the unknown, their scores, slopes and rests
     for w in found:
         content, key = (w.left, w.right) if over == memory.columns else (w.right, w.left)
         if w.frozen is not None or unknown in depends_on([key], [unknown]):
             raise NotChunkable("the gradient at every token is not affine in the memory")
         slope, rest = affine(b, content, unknown)
         scores = memory.scores(key, x, over, moment)
-        if slope is not None:
-            term = b.mul(scores, b.rename(slope, "t", "s"))
-            system = term if system is None else b.add(system, term)
-        known = b.add(known, memory.mix(scores, rest, moment, over))
-        split.append((w, slope, rest))
-    if system is None:
+        if slope is None:
+            known.append(memory.mix(scores, rest, moment, over))
+        else:
+            open_.append((w, scores, slope, rest))
+    if not open_:
         return found
+    if len(open_) == 1:
+        # for the one write that reads, l = c (P_0 x + sum of the others) + l' + c scores l, solved for l itself
+        ((w, scores, slope, rest),) = open_
+        target = b.add(b.mul(slope, _total(b, known)), rest)
+        content = _triangular(b, b.mul(slope, scores), target)
+        solved = {w: b.label(content, "write")}
+    else:
+        system = _total(b, [b.mul(scores, b.rename(slope, "t", "s")) for _, scores, slope, _ in open_])
+        target = _total(b, [*known, *(memory.mix(scores, rest, moment, over) for _, scores, _, rest in open_)])
+        z = b.label(_triangular(b, system, target), f"{memory.name}_read")
+        solved = {w: b.add(b.mul(slope, z), rest) for w, _, slope, rest in open_}
+    return [
+        w if w not in solved else Write(solved[w], w.right) if over == memory.columns else Write(w.left, solved[w])
+        for w in found
+    ]
+
+
+def _total(b: Builder, parts: list[Node]) -> Node:
+    return functools.reduce(b.add, parts)
+
+
+def _triangular(b: Builder, system: Node, target: Node) -> Node:
+    """(I - system)^-1 target over the chunk's tokens, for a strictly lower system."""
     inverse = b.label(b.tri_inv(b.mask(system, "strict")), "inverse")
-    z = b.label(b.contract(inverse, b.rename(known, "t", "s"), {"s"}), f"{memory.name}_read")
-    result = []
-    for w, slope, rest in split:
-        content = rest if slope is None else b.add(b.mul(slope, z), rest)
-        b.label(content, "write")
-        result.append(Write(content, w.right) if over == memory.columns else Write(w.left, content))
-    return result
+    return b.contract(inverse, b.rename(target, "t", "s"), {"s"})
 
 
 def affine(b: Builder, value: Node, unknown: Node) -> tuple[Node | None, Node]:

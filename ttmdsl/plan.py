@@ -79,13 +79,13 @@ def plan(name: str, form: Form, groups: int = 2) -> Plan:
     """The kernels of a chunk form; `groups` is how many kernels share the gradients of the inputs."""
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
     kept = tuple(n.name for n in form.backward.leaves() if n.role == "carry")
-    forward = _scan(f"_{name}_forward", form.forward, y, kept, False)
+    forward = _scan(f"_{name}_forward_kernel", form.forward, y, kept, False)
     gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
     used = {n.name for n in reachable(gradients.values()) if n.role == "cocarry"}
-    backward = [_scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True)]
+    backward = [_scan(f"_{name}_backward_scan_kernel", form.backward, {}, tuple(sorted(used)), True)]
     for i, share in enumerate(split(form.backward, gradients, groups)):
         outputs = {k: gradients[k] for k in share}
-        backward.append(Kernel(f"_{name}_backward_{i + 1}", "map", form.backward, False, outputs, {}, (), ""))
+        backward.append(Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, False, outputs, {}, (), ""))
     return Plan(name, (forward,), tuple(backward))
 
 
