@@ -93,6 +93,13 @@ def test_it_imports_torch_triton_and_the_standard_library_alone(layer: ModuleTyp
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names <= {"torch", "triton"}
 
 
+def test_no_section_replaces_what_another_one_defines(layer: ModuleType) -> None:
+    body = ast.parse(Path(str(layer.__file__)).read_text()).body
+    body += [node for branch in body if isinstance(branch, ast.If) for node in branch.body]
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert [name for name in names if names.count(name) > 1] == []
+
+
 def test_it_runs_without_the_package(tmp_path: Path) -> None:
     path = tmp_path / "vendored.py"
     path.write_text(compile_source(*read("delta_net"), {}, OPTIONS))
