@@ -9,16 +9,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-import stubs
 
 import ttmdsl
 from ttmdsl import cache
 from ttmdsl.loader import constants, read
 
-stubs.install()
 
 TESTS = Path(__file__).parent
-LOAD = "import stubs; stubs.install(); import ttmdsl; "
 
 
 @pytest.fixture
@@ -184,7 +181,6 @@ def test_a_cached_load_is_quick(place: Path) -> None:
 @pytest.mark.slow
 def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
     script = (  # the processor's time, since other tests may run beside this one
-        "import time, torch; import stubs; stubs.install(); start = time.process_time();"
         "import ttmdsl; ttmdsl.load('trellis'); print(time.process_time() - start)"
     )
     assert min(float(output(python(script, TTM_CACHE_DIR=str(tmp_path / str(n))))) for n in range(2)) < 2

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import stubs
 
 import ttmdsl
 from ttmdsl import parity
@@ -17,7 +16,6 @@ from ttmdsl.cli import main
 from ttmdsl.loader import read
 from ttmdsl.pipeline import STAGES
 
-stubs.install()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from evaluate import Evaluator
 from ttmdsl.check import check
 from ttmdsl.derive import derive
 from ttmdsl.errors import DeriveError
+from ttmdsl.functions import sigmoid
 from ttmdsl.parse import parse
 from ttmdsl.resources import folder
 from ttmdsl.rule import UpdateRule
@@ -40,7 +41,7 @@ def _square(bias: str, memory: str = "S[d_v, d_k]", more: str = "") -> str:
     return f"""layer Probe {{
       dim d_k, d_v
       input q[d_k], k[d_k], v[d_v]
-      gate alpha, beta, rows[d_v], columns_[d_k]
+      gate alpha, beta, by_row[d_v], by_column[d_k]
       param w[d_v], c[d_v]
       const delta = 0.5, eps = 0.01
       {more}
@@ -98,7 +99,7 @@ def _orthogonal_update(s: Any, h: Any, c: Any) -> Any:
 
 
 def _silu(x: sympy.Expr) -> sympy.Expr:
-    return x / (1 + sympy.exp(-x))
+    return x * sigmoid(x)
 
 
 def _trellis_phi(x: Any) -> list[sympy.Expr]:
@@ -148,10 +149,7 @@ def test_the_papers_equation(layer: str) -> None:
 
 
 def _is_zero(e: sympy.Expr) -> bool:
-    from ttmdsl.functions import sigmoid
-
-    e = e.rewrite(sympy.exp) if e.has(sigmoid) else e
-    return sympy.expand(e) == 0 or sympy.simplify(e) == 0
+    return sympy.expand(e) == 0 or sympy.cancel(sympy.together(e)) == 0
 
 
 # ---- factored forms -----------------------------------------------------------------------------------------
@@ -252,12 +250,12 @@ BIASES = {
     "cross entropy by softmax": _square("-<log(softmax(S @ k)), v>"),
     "layer norm": _square("1/2 * |ln(S @ k) - v|^2", more=LAYER_NORM),
     "unit rows": _square("1/2 * |rows(unit, S) @ k - v|^2", more=UNIT),
-    "unit columns of the decayed memory": _square("1/2 * |columns(unit, columns_ * S) @ k - v|^2", more=UNIT),
+    "unit columns of the decayed memory": _square("1/2 * |columns(unit, by_column * S) @ k - v|^2", more=UNIT),
     "ridge": _square("-<S @ k, v> + alpha / 2 * |S|^2"),
     "mean": _square("mean((S @ k) * v)"),
     "bare sum": _square("sum(S @ k)"),
-    "gated rows": _square("1/2 * |(rows * S) @ k - v|^2"),
-    "gated columns": _square("1/2 * |(columns_ * S) @ k - v|^2"),
+    "gated rows": _square("1/2 * |(by_row * S) @ k - v|^2"),
+    "gated columns": _square("1/2 * |(by_column * S) @ k - v|^2"),
     "elementwise": _square("1/2 * |tanh(S) @ k - v|^2"),
     "own length": _square("1/2 * |(S / |S|) @ k - v|^2"),
     "quadratic": _square("1/2 * |S^T @ (S @ k) - k|^2"),

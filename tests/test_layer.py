@@ -6,13 +6,11 @@ import re
 from types import ModuleType
 
 import pytest
-import stubs
 import torch
 from torch import Tensor
 
 import ttmdsl
 
-stubs.install()
 
 HIDDEN, HEADS = 12, 3
 GROUPED = [("titans_linear", {"b": 4}), ("lattice_dec", {"b": 3}), ("trellis", {"b": 4})]

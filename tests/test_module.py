@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import stubs
 import torch
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from ttmdsl.loader import read
 from ttmdsl.options import Options
 from ttmdsl.pipeline import compile_source, run
 
-stubs.install()
 
 SIZES = {"d_k": 4, "d_v": 6, "d": 6, "m": 4}
 OPTIONS = Options(Path("unused"))

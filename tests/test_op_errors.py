@@ -8,12 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import stubs
 import torch
 
 import ttmdsl
 
-stubs.install()
 
 B, T, H, K, V = 2, 5, 3, 4, 6
 

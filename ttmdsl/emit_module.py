@@ -1,7 +1,7 @@
 """The generated module: the surface of `op`, `step` and `Layer` framed around the backends' sections.
 
 Input: a `LayerSpec`, the lines of its derived update, and the source text of three sections: "reference" defines
-`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, cu_seqlens)`. Output: one Python file
+`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`. Output: one Python file
 that needs torch and triton alone. Does not print arithmetic, and decides nothing about schedules.
 
 A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by

@@ -1,6 +1,6 @@
 """The Triton backend of a generated module: kernels, forward and backward, and their autograd function.
 
-Input: `Lowered` and its plans. Output: the section's source text, defining `_triton(x, state, cu_seqlens)`.
+Input: `Lowered` and its plans. Output: the section's source text, defining `_triton(x, state, bounds, resumed)`.
 The templates frame the kernels; their arithmetic comes from the printer.
 
 Pointers are named by what they hold: `q_ptr` an input, `S_start_ptr` a state at the sequences' starts [N, H, ...],

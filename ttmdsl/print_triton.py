@@ -121,13 +121,13 @@ class TritonPrinter(Printer):
                 reverse = ", reverse=True" if node.attr[1] else ""
                 return f"tl.cumsum({self.tile(args[0])}, {axes.index(str(node.attr[0]))}{reverse})"
             case "tri_inv":
-                return f"_unit_lower_inverse({self.tile(args[0])}, BT, INVERSE)"
+                return f"_tile_inverse({self.tile(args[0])}, BT, INVERSE)"
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 texts = [self.tile(a) for a in args]
                 if node.op == "decay_dot":
                     q, k = self._summands(args[:2], (str(node.attr[1]),))
                     texts[:2] = [q, k]
-                return f"_{node.op}({', '.join(texts)}, {node.attr[0]}, BT)"
+                return f"_tile_{node.op}({', '.join(texts)}, {node.attr[0]}, BT)"
             case _:
                 return f"{CALLS[node.op]}({ops[0]})"
 
@@ -146,7 +146,7 @@ class TritonPrinter(Printer):
                 a, b, left, right = b, a, right, left
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
-            return f"_dot({left}, {right}, DOT, PRECISION)"
+            return f"_tile_dot({left}, {right}, DOT, PRECISION)"
         union = self.builder.order((*a.axes, *b.axes))
         product = f"{at(left, a.axes, union)} * {at(right, b.axes, union)}"
         return self._reduce("sum", product, union, over)
