@@ -1,7 +1,7 @@
 """Evaluates spec expressions, component formulas and derived Jacobians, on float64 tensors or on sympy symbols.
 
-Input: expressions and an environment of arrays by name; object arrays of numpy hold the symbols. Output: arrays. Written
-for the tests, apart from the compiler's own lowerings, and slow.
+Input: expressions and an environment of arrays by name; object arrays of numpy hold the symbols. Output: arrays.
+Written for the tests, apart from the compiler's own lowerings, and slow.
 """
 
 from __future__ import annotations
@@ -108,11 +108,8 @@ class Evaluator:
             case sp.Inner(a=a, b=b):
                 return (self(a) * self(b)).sum()
             case sp.Norm(x=x, p=p, power=power):
-                if p == 2:
-                    total = (self(x) * self(x)).sum()
-                else:
-                    total = (self.map("abs", self(x)) ** self._exponent(p)).sum()
-                return total ** self._exponent(power / p)
+                parts = self(x) * self(x) if p == 2 else self.map("abs", self(x)) ** self._exponent(p)
+                return parts.sum() ** self._exponent(power / p)
             case sp.Total(x=x):
                 return self(x).sum()
             case sp.Mean(x=x):

@@ -89,6 +89,7 @@ TABLE = {
     "elementwise": ("fn f(x)[i] = tanh(x[i]) + lam", 0, "diagonal"),
     "l1": ("fn f(x)[i] = x[i] / sum(j, abs(x[j]))", 1, ""),
     "powers": ("fn f(x)[i] = x[i]^p / sum(j, abs(x[j])^p)", 1, ""),
+    "powers of lengths": ("fn f(x)[i] = sign(x[i]) * abs(x[i])^1.5 / (1 + sum(j, abs(x[j])^1.5))", 1, ""),
     "weighted sum": ("fn f(x)[i] = x[i] * sum(j, w[j] * x[j])", 1, ""),
     "two sums": ("fn f(x)[i] = x[i] * sum(j, x[j]^2) + sum(k, x[k]) * mean(l, tanh(x[l]))", 2, ""),
     "clipped": ("fn f(x)[i] = min(max(x[i], 0 - lam), lam) * mean(j, x[j])", 1, ""),
@@ -155,7 +156,9 @@ def test_nothing_divides_by_a_component() -> None:
     """silu(0) = 0: the Jacobian of silu(x) / |silu(x)| must not be written with a quotient by it."""
     fn = _spec("fn f(x)[i] = silu(x[i]) / sqrt(sum(j, silu(x[j])^2) + eps)").fns["f"]
     at = Evaluator({}, {}, {"f": fn}, {"f": jacobian(fn)})
-    assert torch.isfinite(at.pull_back("f", torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))).all()
+    assert torch.isfinite(
+        at.pull_back("f", torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
+    ).all()
 
 
 def test_a_double_sum_is_refused() -> None:
@@ -167,6 +170,20 @@ def test_a_double_sum_is_refused() -> None:
     assert problem.span == there
     assert "x[i] stands inside a sum over j" in problem.message
     assert problem.hint
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (CNum(2.0), "does not depend on its argument"),
+        (CBinary("sub", CElem("i"), CElem("i")), "does not depend on its argument"),
+        (CMap("sign", CElem("i")), "does not depend on its argument"),
+        (CBinary("div", CElem("i"), CBinary("sub", CElem("i"), CElem("i"))), "infinite or undefined"),
+    ],
+)
+def test_functions_without_a_derivative(body: Comp, message: str) -> None:
+    with pytest.raises(DeriveError, match=message):
+        jacobian(VectorFn("f", "x", "i", body))
 
 
 def test_a_param_may_not_take_the_derivations_names() -> None:

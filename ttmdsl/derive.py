@@ -22,6 +22,7 @@ from ttmdsl.simplify_expr import (
     ZERO,
     add,
     columns_jact,
+    constant,
     div,
     elementwise,
     full,
@@ -241,8 +242,9 @@ def _slope_in_first(node: Binary) -> Expr:
         case "div":
             return div(ONE, b)
         case "pow":
-            if isinstance(b, Num):
-                return scale(b.value, power(a, b.value - 1))
+            exponent = constant(b)
+            if exponent is not None:
+                return mul(b, power(a, exponent - 1))
             return mul(b, elementwise("pow", a, sub(b, ONE)))
         case "max":
             return _selected(a, b)

@@ -88,7 +88,13 @@ class _Page:
                 result = style.name("y", 1)
                 diagonal = style.call(style.function("diag"), result)
                 right = f"{diagonal} - {result} {style.transpose(result)}"
-                return FnPage((*lines, Line(left, right, title), Line(result, style.call(own, argument))))
+                return FnPage(
+                    (
+                        *lines,
+                        Line(left, right, "the covariance of a draw from y"),
+                        Line(result, style.call(own, argument)),
+                    )
+                )
             case "diagonal":
                 inside = self.printer.formula(s.slope, self._symbols(""))
                 return FnPage((*lines, Line(left, style.call(style.function("diag"), inside))))
@@ -209,7 +215,6 @@ class _Page:
             terms.append(f"{sign}{body}{other}")
         component = style.subscript(style.name(self.jacobian.fn, 0), "i")
         variable = style.subscript(self._argument(), "j")
-        left_side = p.quotient(
-            (f"{style.partial} {component}", Level.ATOM), (f"{style.partial} {variable}", Level.ATOM)
-        )
-        return Line(left_side[0], " ".join(terms), self.jacobian.title)
+        above, below = (f"{style.partial}{' ' * style.built_up}{v}" for v in (component, variable))
+        left_side = style.fraction(above, below)
+        return Line(left_side, " ".join(terms), self.jacobian.title)

@@ -101,8 +101,8 @@ _TABLE: dict[str, tuple[sympy.Expr, str, bool]] = {
     "exp": (sympy.exp(X), r"\exp", False),
     "log": (sympy.log(X), r"\log", False),
     "sqrt": (sympy.sqrt(X), _operator("sqrt"), False),
-    "abs": (sympy.Abs(X), _operator("abs"), False),
-    "sign": (sympy.sign(X), _operator("sign"), False),
+    "abs": (sympy.Abs(X), _operator("abs"), True),
+    "sign": (sympy.sign(X), _operator("sign"), True),
     "sigmoid": (sigmoid(X), r"\sigma", False),
     "silu": (X * sigmoid(X), _operator("silu"), True),
     "tanh": (sympy.tanh(X), r"\tanh", True),
@@ -161,7 +161,7 @@ def is_piecewise_constant(name: str) -> bool:
 @cache
 def _whole(name: str) -> type[sympy.Function]:
     def fdiff(self: sympy.Function, argindex: int = 1) -> sympy.Expr:
-        return call(name + "'", self.args[0])
+        return call("sign" if name == "abs" else name + "'", self.args[0])
 
     return type(name, (sympy.Function,), {"fdiff": fdiff, "nargs": 1, "is_real": True, "whole": name})
 

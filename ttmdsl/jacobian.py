@@ -69,8 +69,13 @@ def symbolic_jacobian(fn: VectorFn, source: str = "", filename: str = "<spec>") 
     reader = _Reader(fn)
     try:
         value = sympy.sympify(reader.read(fn.body, fn.index))
-    except _Unsupported as problem:
-        raise DeriveError((problem.diagnostic,), source, filename) from None
+    except _Unsupported as refused:
+        raise DeriveError((refused.diagnostic,), source, filename) from None
+    if value.has(sympy.zoo, sympy.nan, sympy.oo):
+        problem = Diagnostic(
+            fn.span, f"{fn.name} is infinite or undefined for every argument", "look for a division by 0"
+        )
+        raise DeriveError((problem,), source, filename)
     aggregates = reader.aggregates
     slopes = _aggregate_slopes(aggregates)
     pairs = [(slope(value, aggregate(r)), chained) for r, chained in enumerate(slopes)]
@@ -78,6 +83,9 @@ def symbolic_jacobian(fn: VectorFn, source: str = "", filename: str = "<spec>") 
     diagonal = by_result(slope(value, X), value)
     kept, (value, diagonal, *flat) = _prune(aggregates, [value, diagonal, *(e for pair in low_rank for e in pair)])
     low_rank = list(zip(flat[::2], flat[1::2], strict=True))
+    if diagonal == 0 and not low_rank:
+        problem = Diagnostic(fn.span, f"{fn.name} does not depend on its argument", f"use {fn.arg}[{fn.index}] in it")
+        raise DeriveError((problem,), source, filename)
     found = recognise(kept, value, diagonal, tuple(low_rank))
 
     def plain(e: sympy.Expr) -> sympy.Expr:

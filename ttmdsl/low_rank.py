@@ -13,6 +13,8 @@ import sympy
 from ttmdsl.functions import X, Y
 from ttmdsl.structure import random_point, varying
 
+_LARGE = 150  # operations: simplify takes seconds beyond
+
 
 def ratio(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
     """a / b where it does not vary from component to component."""
@@ -29,7 +31,9 @@ def ratio(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
 def tidy(e: sympy.Expr) -> sympy.Expr:
     """The shortest of a few equal forms, in the same functions (simplify knows more, such as cosh)."""
     own = {f.func for f in e.atoms(sympy.Function)}
-    forms = (e, sympy.factor_terms(e), sympy.simplify(e))
+    forms = [e, sympy.factor_terms(e)]
+    if sympy.count_ops(e) < _LARGE:
+        forms.append(sympy.simplify(e))
     return min((f for f in forms if {a.func for a in f.atoms(sympy.Function)} <= own), key=sympy.count_ops)
 
 

@@ -10,11 +10,6 @@ from ttmdsl.spec import Binary, Expr, JacT, LayerSpec, Map, MatVec, Norm, Ref
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
 
 
-def _taken(spec: LayerSpec) -> set[str]:
-    names = {t.name for t in spec.tensors} | set(spec.consts) | set(spec.dims) | set(spec.fns)
-    return names | {m.name for m in spec.memories} | {n for n, _ in spec.lets} | {p.name for p in spec.passes}
-
-
 def name_definitions(
     loss: Expr, gradients: dict[str, Expr], spec: LayerSpec
 ) -> tuple[tuple[tuple[str, Expr], ...], dict[str, Expr]]:
@@ -53,6 +48,11 @@ def name_definitions(
         (name, with_children(node, tuple(rewrite(c, named) for c in children(node)))) for node, name in names.items()
     )
     return definitions, {name: rewrite(g, named) for name, g in gradients.items()}
+
+
+def _taken(spec: LayerSpec) -> set[str]:
+    names = {t.name for t in spec.tensors} | set(spec.consts) | set(spec.dims) | set(spec.fns)
+    return names | {m.name for m in spec.memories} | {n for n, _ in spec.lets} | {p.name for p in spec.passes}
 
 
 def _stem(node: Expr, forward: bool) -> str:

@@ -11,6 +11,7 @@ from ttmdsl.spec import (
     Binary,
     BinaryOp,
     ColumnsJacT,
+    Const,
     Expr,
     Inner,
     JacT,
@@ -68,6 +69,30 @@ def scale(c: float, e: Expr) -> Expr:
 
 def neg(e: Expr) -> Expr:
     return scale(-1.0, e)
+
+
+def constant(e: Expr) -> float | None:
+    """The value of a number, a const or arithmetic on them."""
+    match e:
+        case Num(value=value, shape=()) | Const(value=value):
+            return value
+        case Binary(op=op, a=a, b=b):
+            x, y = constant(a), constant(b)
+            if x is None or y is None:
+                return None
+            match op:
+                case "add":
+                    return x + y
+                case "sub":
+                    return x - y
+                case "mul":
+                    return x * y
+                case "div":
+                    return x / y if y else None
+                case _:
+                    return None
+        case _:
+            return None
 
 
 def is_zero(e: Expr) -> bool:
@@ -275,6 +300,7 @@ def rows_jact(fn: str, m: Expr, cot: Expr) -> Expr:
 def sum_to(g: Expr, factor: Expr, shape: Shape, target: Shape) -> Expr:
     """The sum of g * factor, broadcast to `shape`, over the dims that `target` lacks; factored if g is."""
     lost = [d for d in shape if d not in target]
+    assert len(lost) + len(target) == len(shape), "check refuses what could run along rows or columns"
     if len(target) == len(shape) and not lost:
         return mul(g, factor)
     product = mul(g, factor)

@@ -56,7 +56,7 @@ class Structure:
         s, t = symbol(arg), symbol("t")
 
         def text(e: sympy.Expr) -> str:
-            return str(e.subs({X: t}).subs({t: s})).replace("Abs", "abs")
+            return str(e.subs({X: t}).subs({t: s}))
 
         inner, damped = text(self.inner), "damped " if self.damping != 0 else ""
         after = f", after diag({text(self.slope)})" if self.slope != 1 else ""

@@ -45,11 +45,11 @@ class ByteModel(nn.Module):
     """Bytes in, logits of the next byte out. Two models differ in nothing but the module that their layer is from."""
 
     def __init__(
-        self, module: ModuleType, *, hidden: int = 128, heads: int = 4, blocks: int = 2, sizes: Mapping[str, int]
+        self, module: ModuleType, *, hidden: int, heads: int, blocks: int, sizes: Mapping[str, int] | None = None
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden)
-        self.blocks = nn.ModuleList(Block(module, hidden, heads, sizes) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(module, hidden, heads, sizes or {}) for _ in range(blocks))
         self.norm = nn.RMSNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
 

@@ -24,10 +24,13 @@ from ttmdsl.demo.text import VOCABULARY, Text
 class Settings:
     """The same for every model."""
 
-    steps: int = 240
-    batch: int = 16
+    steps: int = 300
+    batch: int = 8
     length: int = 256
-    rate: float = 4e-3
+    hidden: int = 128
+    heads: int = 4
+    blocks: int = 2
+    rate: float = 5e-3
     warmup: int = 20
     every: int = 20  # steps between two looks at the held-out text
     glance: int = 32  # windows of such a look, spread over the held-out text
