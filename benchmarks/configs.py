@@ -27,7 +27,8 @@ def run(job: tuple[str, int, int, int, int, int, int, int]) -> tuple[tuple[objec
     module._block = lambda programs: block
     module._options = lambda kind, tiles: {"num_warps": warps, "num_stages": stages}
     if chunk:
-        module._lengths, original = (lambda form: (chunk, chunk, 1) if form == "chunk" else original(form)), module._lengths
+        original = module._lengths
+        module._lengths = lambda form: (chunk, chunk, 1) if form == "chunk" else original(form)
     try:
         rows = parity(
             module,
@@ -56,15 +57,13 @@ def main() -> None:
     parser.add_argument("--chunks", default="64")
     parser.add_argument("--H", type=int, default=2)
     args = parser.parse_args()
-    ints = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    jobs = [
-        (v, *rest, args.H)
-        for v in args.layers.split(",")
-        for rest in itertools.product(*map(ints, (args.heads, args.tokens, args.blocks, args.warps, args.stages, args.chunks)))
-    ]
+    given = (args.heads, args.tokens, args.blocks, args.warps, args.stages, args.chunks)
+    choices = [[int(n) for n in text.split(",")] for text in given]
+    jobs = [(v, *rest, args.H) for v in args.layers.split(",") for rest in itertools.product(*choices)]
     with mp.get_context("spawn").Pool(14, maxtasksperchild=1) as pool:
         for job, text in sorted(pool.imap_unordered(run, jobs), key=lambda r: str(r[0])):
-            print("layer %s D=%d T=%d block=%d warps=%d stages=%d chunk=%d H=%d:" % job, text, flush=True)
+            fields = ("layer", "D", "T", "block", "warps", "stages", "chunk", "H")
+            print(*(f"{name}={value}" for name, value in zip(fields, job, strict=True)), text, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,10 @@ from verify import parse
 
 import ttmdsl
 
-LAYERS = "linear_attention,mamba2,gla,delta_net,gated_delta_net,titans_linear:b=64,lattice_dec:b=64:project=0,trellis:b=64,lattice_dec"
+LAYERS = (
+    "linear_attention,mamba2,gla,delta_net,gated_delta_net,titans_linear:b=64,lattice_dec:b=64:project=0,trellis:b=64,"
+    "lattice_dec"
+)
 
 
 def inputs(module, B: int, T: int, H: int, D: int) -> dict[str, torch.Tensor]:
@@ -123,12 +127,12 @@ def main() -> None:
             except Exception as error:
                 row = {"layer": variant, "shape": sizes, "error": f"{type(error).__name__}: {error}"[:300]}
             rows.append(row)
-            print(*(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if k != "kernels"), flush=True)
+            figures = {k: v for k, v in row.items() if k != "kernels"}
+            print(*(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()), flush=True)
             for k, v in sorted(row.get("kernels", {}).items(), key=lambda kv: -kv[1]):
                 print(f"      {v:9.1f} us  {k}")
     if args.out:
-        with open(args.out, "w") as file:
-            json.dump(rows, file)
+        Path(args.out).write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

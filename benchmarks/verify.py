@@ -12,10 +12,12 @@ import json
 import multiprocessing as mp
 import time
 import traceback
+from pathlib import Path
 
 VARIANTS = (
     "linear_attention mamba2 gla delta_net gated_delta_net titans_linear lattice_dec lattice_enc lattice_sim"
-    " lattice_dec:b=16 lattice_dec:b=64:project=0 lattice_enc:b=16:project=0 lattice_sim:b=16:project=0 trellis trellis:b=1"
+    " lattice_dec:b=16 lattice_dec:b=64:project=0 lattice_enc:b=16:project=0 lattice_sim:b=16:project=0"
+    " trellis trellis:b=1"
 ).split()
 
 
@@ -44,14 +46,14 @@ def run(job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, obje
                 began = time.time()
                 row = {"variant": variant, "D": head, "T": T, "dtype": dtype}
                 try:
-                    found = parity(
-                        module, dtypes=[getattr(torch, dtype)], shapes=[shape], backends=["triton"], oracle=oracle, device="cuda"
-                    )
+                    how = {"backends": ["triton"], "oracle": oracle, "device": "cuda"}
+                    found = parity(module, dtypes=[getattr(torch, dtype)], shapes=[shape], **how)
                     worst = max(found, key=lambda r: r.error if r.error == r.error else float("inf"))
                     row |= {"worst": worst.error, "quantity": worst.quantity, "ok": all(r.ok for r in found)}
                     row["misses"] = {r.quantity: r.error for r in found if not r.ok}
                 except Exception as error:
-                    row |= {"worst": float("nan"), "ok": False, "error": f"{error}"[:400], "trace": traceback.format_exc()[-600:]}
+                    row |= {"worst": float("nan"), "ok": False, "error": f"{error}"[:400]}
+                    row |= {"trace": traceback.format_exc()[-600:]}
                 row["seconds"] = time.time() - began
                 rows.append(row)
                 if "illegal" in str(row.get("error", "")) or "misaligned" in str(row.get("error", "")):
@@ -70,7 +72,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=14)
     args = parser.parse_args()
     heads, tokens = [int(h) for h in args.heads.split(",")], [int(t) for t in args.tokens.split(",")]
-    jobs = [(v, [h], tokens, args.dtypes.split(",")) for v in args.layers.split(",") for h in sorted(heads, reverse=True)]
+    largest_first = sorted(heads, reverse=True)
+    jobs = [(v, [h], tokens, args.dtypes.split(",")) for v in args.layers.split(",") for h in largest_first]
     results: list[dict[str, object]] = []
     with mp.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
         for rows in pool.imap_unordered(run, jobs):
@@ -86,8 +89,7 @@ def main() -> int:
             top = max((float(r["worst"]) for r in w), default=float("nan"))
             print(f"{v:32} {dtype:9} {len(w):3} comparisons, {bad} misses, worst {top:.1e}", flush=True)
     if args.out:
-        with open(args.out, "w") as file:
-            json.dump(results, file)
+        Path(args.out).write_text(json.dumps(results))
     return int(any(not r["ok"] for r in results))
 
 

@@ -110,6 +110,8 @@ class Evaluator:
             case sp.Norm(x=x, p=p, power=power):
                 parts = self(x) * self(x) if p == 2 else self.map("abs", self(x)) ** self._exponent(p)
                 return parts.sum() ** self._exponent(power / p)
+            case sp.Stop(x=x):
+                return self(x)
             case sp.Total(x=x):
                 return self(x).sum()
             case sp.Mean(x=x):

@@ -63,12 +63,17 @@ def drawn(spec: LayerSpec, batch: int, tokens: int, heads: int, seed: int = 0) -
     for t in spec.tensors:
         lead = (heads,) if t.kind == "param" else (batch, tokens, heads)
         x[t.keyword] = in_range(normal(*lead, *(SIZES[dim] for dim in t.shape)), t.range)
+        if t.kind == "input":  # rates of up to 1 are stable for vectors of about unit length
+            x[t.keyword] /= SIZES[t.shape[-1]] ** 0.5
+        if t.kind == "param" and t.range == "positive":  # a soft threshold that leaves something
+            x[t.keyword] /= 32
     state: Tensors = {}
     for p in spec.passes:
         for m in p.memories:
             rows, columns = (SIZES[dim] for dim in m.shape)
             value = normal(batch, heads, rows, columns) / 2
-            state[m.name] = value / value.norm(dim=-2, keepdim=True) if m.initial == "orthonormal" else value
+            like = {"orthonormal": value / value.norm(dim=-2, keepdim=True), "uniform": value.softmax(-1)}
+            state[m.name] = like.get(m.initial, value)
             if p.optimizer.kind == "momentum":
                 state[f"{m.name}_momentum"] = torch.zeros_like(value)
             if p.optimizer.batch > 1:
@@ -93,6 +98,11 @@ def span(x: Tensors, start: int, end: int) -> Tensors:
 LATTICE: list[dict[str, float]] = [{"b": b, "project": p} for b, p in ((1, 0), (4, 0), (4, 1))]
 CASES: list[tuple[str, dict[str, float]]] = [
     *((name, {}) for name in ORACLES),
+    *((name, {"b": b}) for name in ("yaad", "memora", "ttt_linear", "ttt_mlp", "dla") for b in (1, 3)),
+    ("titans", {"b": 3}),
+    ("moneta", {"b": 3, "p": 1.5}),
+    ("yaad", {"b": 4, "delta": 0.5}),
+    ("lattice_l1", {"b": 4}),
     ("titans_linear", {"b": 3}),
     ("titans_linear", {"b": 1}),
     ("trellis", {"b": 1}),
@@ -102,7 +112,7 @@ CASES: list[tuple[str, dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("name", "consts"), CASES)
-def test_the_ten_layers_mean_what_the_equations_say(
+def test_layers_mean_what_the_equations_say(
     name: str, consts: dict[str, float], load: Callable[[LayerSpec], Reference]
 ) -> None:
     spec = shipped(name, consts)

@@ -1,35 +1,57 @@
 """Kernels compiled ahead of time, for a GPU that need not be there: failures and spills show before anything runs.
 
-Input: a spec's text and constants, head sizes, targets such as "sm_90". Output: one `Resources` per kernel: registers,
-stack (spilled bytes) and shared memory, or the compiler's error. Runs nothing on a GPU and times nothing.
+Input: variants of layers such as "trellis:b=1", head sizes, targets such as "sm_90". Output: one `Resources` for each
+kernel: registers, stack (spilled bytes) and shared memory, or the compiler's error. Runs nothing on a GPU and times no
+kernel. What was compiled before, from the same source by the same Triton, comes from Triton's own cache.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ttmdsl.loader import compile as compile_spec
-from ttmdsl.loader import load
+from ttmdsl.errors import LoadError
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Shared memory that one block may have, in KiB, by compute capability.
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All kernels of one variant of a layer, at one head size, for one target."""
+
+    variant: str
+    head: int
+    target: str
+    dtype: str
+    consts: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Resources:
     """What one kernel takes. `stack` in bytes: above 0, registers were spilled. `error` is empty if it compiled."""
 
+    variant: str
     kernel: str
     target: str
     head: int
     dtype: str
-    warps: int
+    warps: int = 0
     registers: int = 0
     stack: int = 0
     shared: int = 0
@@ -37,76 +59,150 @@ class Resources:
     error: str = ""
 
 
-def sources(module: Any) -> Iterable[tuple[str, Any]]:
-    """The kernels of a generated module: every Triton function that another does not only call."""
-    import triton
+def parse_variant(variant: str) -> tuple[str, dict[str, float]]:
+    """The layer's name or path, and the constants that follow it, as in "lattice_dec:b=16:project=0"."""
+    name, *settings = variant.split(":")
+    consts: dict[str, float] = {}
+    for setting in settings:
+        const, equals, value = setting.partition("=")
+        try:
+            consts[const] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or not const.isidentifier():
+            raise LoadError(f"{variant!r}: expected constants such as b=16 after the colons, got {setting!r}")
+    return name, consts
 
-    for name, value in vars(module).items():
-        if isinstance(value, triton.runtime.jit.JITFunction) and name.endswith("_kernel"):
-            yield name, value
+
+def capability(target: str) -> int:
+    """The compute capability of a target such as "sm_90"."""
+    number = target.removeprefix("sm_")
+    if not number.isdigit() or int(number) not in SHARED_KIB:
+        known = ", ".join(f"sm_{n}" for n in SHARED_KIB)
+        raise LoadError(f"target {target!r}: expected one of {known}")
+    return int(number)
 
 
-def compile_kernels(
-    name_or_path: str,
-    consts: Mapping[str, float],
+# ---- many kernels -------------------------------------------------------------------------------------------
+
+
+def compile_all(
+    variants: Iterable[str],
     heads: Iterable[int] = (64,),
     targets: Iterable[str] = ("sm_90",),
     dtype: str = "bfloat16",
-    only: str = "",
+    consts: Mapping[str, float] | None = None,
+    processes: int = 1,
+    done: Callable[[int, int], None] = lambda finished, total: None,
 ) -> list[Resources]:
-    """Compiles every kernel of a layer for each head size and target. Names of kernels can be filtered by `only`."""
+    """Compiles every kernel of every variant, head size and target; `done` hears of the progress."""
+    variants, targets = list(variants), list(targets)
+    for variant in variants:
+        parse_variant(variant)
+    for target in targets:
+        capability(target)
+    given = tuple(sorted((consts or {}).items()))
+    largest_first = sorted(heads, reverse=True)  # they take longest
+    jobs = [Job(v, h, t, dtype, given) for h in largest_first for v in variants for t in targets]
+    found: dict[Job, list[Resources]] = {}
+    for job, rows in _in_processes(jobs, processes):
+        found[job] = rows
+        done(len(found), len(jobs))
+    order = sorted(jobs, key=lambda j: (variants.index(j.variant), j.head, targets.index(j.target)))
+    return [row for job in order for row in found[job]]
+
+
+def _in_processes(jobs: list[Job], processes: int) -> Iterator[tuple[Job, list[Resources]]]:
+    """Each job's result as it comes. Processes of their own: Triton is to be imported there as a compiler, whatever it
+    is here, and may take its process down; who was at work then has another try, alone."""
+    left = dict.fromkeys(jobs)
+    try:
+        with _pool(processes) as pool:
+            futures: dict[Future[list[Resources]], Job] = {pool.submit(compile_kernels, job): job for job in jobs}
+            for future in as_completed(futures):
+                rows = future.result()
+                del left[futures[future]]
+                yield futures[future], rows
+    except BrokenProcessPool:
+        for job in list(left):
+            with _pool(1) as pool:
+                try:
+                    rows = pool.submit(compile_kernels, job).result()
+                except BrokenProcessPool:
+                    lost = Resources(job.variant, "(some kernel)", job.target, job.head, job.dtype)
+                    rows = [replace(lost, error="the compiler took its process down")]
+            yield job, rows
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(processes, get_context("spawn"), _as_compiler)
+
+
+def _as_compiler() -> None:
+    """Triton reads this when kernels are defined, which then compile instead of being interpreted."""
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+# ---- one kernel ---------------------------------------------------------------------------------------------
+
+
+def compile_kernels(job: Job) -> list[Resources]:
+    """Compiles every kernel of the job, in this process."""
     import triton  # before the module, which defines kernels only where Triton is in use
 
-    del triton
-    text = Path(name_or_path).read_text() if name_or_path.endswith(".ttm") else ""
-    module = compile_spec(text, **consts) if text else load(name_or_path, **consts)
-    return [
-        _compile(module, kernel, fn, head, target, dtype)
-        for kernel, fn in sources(module)
-        if only in kernel
-        for head in heads
-        for target in targets
-    ]
+    from ttmdsl.loader import load
+    from ttmdsl.parity import sizes_of
+
+    name, consts = parse_variant(job.variant)
+    module = load(name, **(dict(job.consts) | consts))
+    sizes = sizes_of(module, (job.head,))
+    kernels = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, triton.runtime.jit.JITFunction) and name.endswith("_kernel")
+    }
+    return [_compile(job, module, name, kernel, sizes) for name, kernel in kernels.items()]
 
 
-def _compile(module: Any, kernel: str, fn: Any, head: int, target: str, dtype: str) -> Resources:
-    import time
-
+def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int]) -> Resources:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    sizes = {d: head for axes in {**module.INPUTS, **module.GATES, **module.PARAMS, **module.MEMORY}.values() for d in axes}
-    constants, options = module.kernel_constants(kernel, sizes, getattr(torch, dtype))
-    constants = {k: v for k, v in constants.items() if k in fn.arg_names}
-    kinds = module.KERNEL_POINTERS[kernel]
-    signature = {}
-    for a in fn.arg_names:
-        if a in constants:
-            signature[a] = "constexpr"
-        elif a in kinds:
-            signature[a] = POINTERS[{"input": dtype, "gate": "float32", "float32": "float32"}[kinds[a]]]
-        else:
-            signature[a] = "*i64"
-    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(fn.arg_names) if signature[a] != "constexpr"}
-    spot = Resources(kernel, target, head, dtype, options["num_warps"])
+    constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype))
+    constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
+    signature = {
+        argument: "constexpr"
+        if argument in constants
+        else _pointer(module.KERNEL_POINTERS[name].get(argument), job.dtype)
+        for argument in kernel.arg_names
+    }
+    # as a launch with torch's tensors would find: their addresses are multiples of 16
+    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a] != "constexpr"}
+    spot = Resources(job.variant, name, job.target, job.head, job.dtype, options["num_warps"])
     began = time.perf_counter()
     try:
-        source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
-        binary = triton.compile(source, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
-    except Exception as error:
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        binary = triton.compile(source, target=GPUTarget("cuda", capability(job.target), 32), options=options)
+    except Exception as error:  # whatever the compiler raises is a result
         lines = str(error).strip().splitlines() or [""]
-        return _with(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
+        return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
     registers, stack = resource_usage(binary.asm["cubin"])
-    took = time.perf_counter() - began
-    return _with(spot, registers=registers, stack=stack, shared=binary.metadata.shared, seconds=took)
+    shared, limit = binary.metadata.shared, SHARED_KIB[capability(job.target)] * 1024
+    return replace(
+        spot,
+        registers=registers,
+        stack=stack,
+        shared=shared,
+        seconds=round(time.perf_counter() - began, 2),
+        error=f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else "",
+    )
 
 
-def _with(resources: Resources, **changes: Any) -> Resources:
-    from dataclasses import replace
-
-    return replace(resources, **changes)
+def _pointer(held: str | None, dtype: str) -> str:
+    """A pointer's type in a kernel's signature: by what the module says it holds, else a tensor of the schedule."""
+    return {"input": POINTERS[dtype], None: "*i64"}.get(held, POINTERS["float32"])
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -124,9 +220,24 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-if __name__ == "__main__":  # python -m ttmdsl.aot LAYER[:b=16] HEADS TARGETS
-    layer, *pairs = sys.argv[1].split(":")
-    given = {k: float(v) for k, v in (p.split("=") for p in pairs)}
-    for r in compile_kernels(layer, given, [int(h) for h in sys.argv[2].split(",")], sys.argv[3].split(",")):
-        print(f"{sys.argv[1]:28} {r.kernel:34} {r.target} D={r.head:<4} w={r.warps} reg={r.registers} stack={r.stack} "
-              f"smem={r.shared} {r.seconds:.1f}s {r.error}", flush=True)  # fmt: skip
+# ---- reports ------------------------------------------------------------------------------------------------
+
+
+def to_json(rows: Iterable[Resources]) -> str:
+    """One object for each kernel, a line each."""
+    return "[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]"
+
+
+def table(rows: Iterable[Resources]) -> Table:
+    """A line for each kernel."""
+    from rich.table import Table
+
+    result = Table("layer", "kernel", "target", box=None, pad_edge=False)
+    for title in ("head", "warps", "registers", "stack", "shared", "seconds"):
+        result.add_column(title, justify="right")
+    result.add_column("")
+    for row in rows:
+        numbers = (row.head, row.warps, row.registers, row.stack, row.shared, row.seconds)
+        style = "red" if row.error else "yellow" if row.stack else ""
+        result.add_row(row.variant, row.kernel, row.target, *map(str, numbers), row.error, style=style)
+    return result

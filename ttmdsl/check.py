@@ -13,6 +13,8 @@ from typing import get_args
 from ttmdsl import syntax
 from ttmdsl.check_expr import Reader
 from ttmdsl.check_fn import vector_fn
+from ttmdsl.check_kernel import check_let, check_passes, kernel_map
+from ttmdsl.check_past import feature_dim, feature_kind, feature_order
 from ttmdsl.check_pass import check_pass
 from ttmdsl.errors import NOWHERE, CheckError, Diagnostic, LoadError
 from ttmdsl.names import layer_refusal, refusal
@@ -65,11 +67,19 @@ def _layer(tree: syntax.Layer, scope: Scope, source: str, filename: str) -> Laye
     blocks = _blocks(tree, scope)
     _declare_all(tree, blocks, scope)
     tensors = _tensors(tree, scope)
+    for clause in tree.clauses:
+        if isinstance(clause, syntax.FeatureClause):
+            kernel = kernel_map(clause, scope)
+            if kernel is None:
+                scope.failed.add(clause.name.text)
+            else:
+                scope.kernels.setdefault(kernel.name, kernel)
     for block in blocks:
         for clause in block.clauses:
             if isinstance(clause, syntax.Memories):
                 for item in clause.items:
                     _memory(item, block.name.text, scope)
+    scope.step_dims = _step_dims(blocks, scope)
     _functions(tree, scope)
     lets = _lets(tree, scope)
     passes: list[Pass] = []
@@ -80,7 +90,9 @@ def _layer(tree: syntax.Layer, scope: Scope, source: str, filename: str) -> Laye
         else:
             scope.passes[checked.name] = checked.read.shape
             passes.append(checked)
+    check_passes(tuple(passes), scope)
     used = {d for t in tensors for d in t.shape} | {d for m in scope.memories.values() for d in m.shape}
+    used |= {f.base for f in scope.features.values()}
     # After other errors the shapes that would use a dim may be missing.
     for name in () if scope.errors else scope.dims.keys() - used:
         scope.error(scope.dims[name], f"no tensor and no memory has the dim `{name}`", "remove it")
@@ -94,6 +106,8 @@ def _layer(tree: syntax.Layer, scope: Scope, source: str, filename: str) -> Laye
         lets=lets,
         passes=tuple(passes),
         filename=filename,
+        features=scope.features,
+        kernels=scope.kernels,
     )
 
 
@@ -125,7 +139,7 @@ def _declare_all(tree: syntax.Layer, blocks: tuple[syntax.Block, ...], scope: Sc
                     _declare(item.name, scope)
             case syntax.Function(name=name):
                 _declare(name, scope)
-            case syntax.Let(name=name):
+            case syntax.Let(name=name) | syntax.FeatureClause(name=name):
                 _declare(name, scope)
             case _:
                 pass
@@ -165,6 +179,12 @@ def _shape(names: tuple[syntax.Name, ...], scope: Scope) -> Shape | None:
                 hint = f"`{name.text}` is {value:g}"
                 scope.error(name.span, f"a dim must be a whole number from 1 to {MAX_DIM}", hint)
                 fine = False
+        elif name.text in scope.kernels:
+            hint = "it may be a memory's columns, as in `memory S[d_v, phi]`, and nothing else has them"
+            scope.error(name.span, f"`{name.text}` is a feature map of infinitely many components", hint)
+            fine = False
+        elif name.text in scope.failed and name.text not in scope.dims:
+            fine = False
         elif name.text not in scope.dims:
             scope.unknown(name, "dim", {*scope.dims, *scope.consts})
             fine = False
@@ -200,8 +220,33 @@ def _range(item: syntax.TensorItem, scope: Scope) -> Range:
     return "real"
 
 
+def _step_dims(blocks: tuple[syntax.Block, ...], scope: Scope) -> set[str]:
+    """The constants that count gradient steps, known before any expression is read."""
+    optimizers = [c for b in blocks for c in b.clauses if isinstance(c, syntax.OptimizerClause) and c.kind.text == "gd"]
+    steps = [s.value for o in optimizers for s in o.settings if s.name.text == "steps"]
+    return {e.text for e in steps if isinstance(e, syntax.Name) and e.text in scope.consts}
+
+
+def _extents(items: tuple[syntax.Extent, ...], scope: Scope) -> Shape | None:
+    """A memory's shape: declared dims, and those that feature maps make of them."""
+    if len(items) == 2 and items[1].base.text in scope.kernels and items[1].kind is None:
+        rows = _extents(items[:1], scope)
+        return None if rows is None else (*rows, items[1].base.text)
+    base = _shape(tuple(i.base for i in items), scope)
+    shape: list[str | None] = []
+    for item, dim in zip(items, base or (), strict=False):
+        if item.kind is None or item.order is None:
+            shape.append(dim)
+            continue
+        kind = feature_kind(item.kind, scope)
+        order = kind and feature_order(kind, Reader(scope, Place("a dim")).read(item.order), item.order.span, scope)
+        shape.append(feature_dim(dim, kind, order, item.span, scope) if kind and order is not None else None)
+    dims = tuple(d for d in shape if d is not None)
+    return None if base is None or len(dims) < len(items) else dims
+
+
 def _memory(item: syntax.MemoryItem, owner: str, scope: Scope) -> None:
-    shape = _shape(item.shape, scope)
+    shape = _extents(item.shape, scope)
     if len(item.shape) != 2:
         scope.error(item.span, f"the memory `{item.name.text}` must be a matrix", f"`{item.name.text}[rows, columns]`")
     if shape is None or len(item.shape) != 2:
@@ -270,6 +315,8 @@ def _lets(tree: syntax.Layer, scope: Scope) -> tuple[tuple[str, Expr], ...]:
     for clause in tree.clauses:
         if isinstance(clause, syntax.Let):
             name, value = clause.name.text, Reader(scope, Place("a `let`")).read(clause.value)
+            if value is not None:
+                check_let(value, scope)
             if value is not None and len(value.shape) > 1:
                 scope.error(clause.value.span, "a `let` holds a scalar or a vector, and this is a matrix")
             elif value is not None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from typing_extensions import assert_never
 
-from ttmdsl import syntax
+from ttmdsl import check_past, syntax
 from ttmdsl.errors import Span
 from ttmdsl.known import arithmetic, known_number
-from ttmdsl.names import FUNCTIONS, SCALAR_FUNCTIONS
+from ttmdsl.names import FUNCTIONS, PREPARED, SCALAR_FUNCTIONS
 from ttmdsl.scope import Bound, Env, Place, Scope, describe
 from ttmdsl.spec import (
     Apply,
@@ -32,6 +32,7 @@ from ttmdsl.spec import (
     Rows,
     Shape,
     Size,
+    Stop,
     Total,
     Transpose,
 )
@@ -76,10 +77,8 @@ class Reader:
                 return self._inner(self.read(left, env), self.read(right, env), span)
             case syntax.Call():
                 return self._call(e, env)
-            case syntax.Element(span=span):
-                hint = "components stand in `fn name(x)[i] = ...` alone; here vectors are taken whole"
-                self.scope.error(span, "a component outside of a component formula", hint)
-                return None
+            case syntax.Element():
+                return self._element(e, env)
             case syntax.Group(items=items, span=span):
                 if self.chosen is not None and self.chosen < len(items):
                     return self.read(items[self.chosen], env)
@@ -88,6 +87,15 @@ class Reader:
                 return None
             case _:
                 assert_never(e)
+
+    def _element(self, e: syntax.Element, env: Env) -> Expr | None:
+        names = {n.text for n in syntax.walk(e.index) if isinstance(n, syntax.Name)}
+        if not names <= {*self.scope.consts, *env, *self.scope.declared}:
+            hint = "an index without a value stands in `fn name(x)[i] = ...` alone; here vectors are taken whole"
+            self.scope.error(e.span, "a component outside of a component formula", hint)
+            return None
+        x, index = self.read(e.x, env), self.read(e.index, env)
+        return None if x is None or index is None else check_past.component(x, index, e, self.scope)
 
     # -- names
 
@@ -101,7 +109,14 @@ class Reader:
             return Const(text, scope.consts[text], span=span)
         if text in scope.tensors:
             tensor = scope.tensors[text]
-            return Ref(text, tensor.kind, tensor.shape, span=span)
+            shape = tensor.shape
+            if tensor.kind != "param" and shape and shape[0] in scope.step_dims:
+                if shape[0] != self.place.step_dim:
+                    hint = f"the bias and the rate of `gd(steps = {shape[0]})` take them one at a time"
+                    scope.error(span, f"`{text}` has an entry for each of {shape[0]} gradient steps", hint)
+                    return None
+                shape = shape[1:]
+            return Ref(text, tensor.kind, shape, span=span)
         if text in scope.lets:
             return Ref(text, "let", scope.lets[text], span=span)
         if text in self.place.memories:
@@ -115,7 +130,10 @@ class Reader:
 
     def _refuse(self, name: syntax.Name) -> None:
         scope, place, text = self.scope, self.place, name.text
-        if text in scope.functions or text in FUNCTIONS:
+        if text == ".":
+            hint = "`feature phi = exp(scale * <., .>)`; elsewhere write `<a, b>`"
+            scope.error(name.span, "<., .> stands in a `feature` alone", hint)
+        elif text in scope.functions or text in FUNCTIONS or text in scope.kernels:
             scope.error(name.span, f"`{text}` is a function", f"write `{text}(...)`")
         elif text in scope.owners and place.inside and scope.owners[text] != place.inside:
             owner = scope.owners[text]
@@ -241,10 +259,16 @@ class Reader:
             return None
         if name in self.scope.functions:
             return self._own(self.scope.functions[name], call, env)
+        if name in self.scope.kernels:
+            return self._kernel(call, env)
         if name not in FUNCTIONS:
-            self.scope.unknown(call.fn, "function", {*FUNCTIONS, *self.scope.functions})
+            self.scope.unknown(call.fn, "function", {*FUNCTIONS, *self.scope.functions, *self.scope.kernels})
             return None
-        wanted = 2 if name in ("max", "min", "columns", "rows") else 1
+        if name == "window":
+            hint = "`bias window(c, weight = gamma) of ...`"
+            self.scope.error(call.span, "a window stands before the whole bias", hint)
+            return None
+        wanted = 2 if name in ("max", "min", "columns", "rows", *PREPARED) else 1
         if not self.arity(call, wanted):
             return None
         if name in ("columns", "rows"):
@@ -254,6 +278,12 @@ class Reader:
         if a is None or b is None:
             return None
         match name:
+            case "delay":
+                return check_past.delay(a, b, call, self.scope)
+            case "power" | "taylor":
+                return check_past.features("power" if name == "power" else "taylor", a, b, call, self.scope)
+            case "residual":
+                return self.binary("add", a, b, call.span) if a.shape == b.shape else b
             case "max" | "min":
                 return self.binary("max" if name == "max" else "min", a, b, call.span)
             case "sum" | "mean":
@@ -265,6 +295,19 @@ class Reader:
                     if self._rank(a, 1, "`size` counts a vector's components")
                     else Size(a.shape[0], span=call.span)
                 )
+            case "stop":
+                if not self.place.learns:
+                    hint = "it makes a constant of what the bias's gradient would go through"
+                    self.scope.error(call.span, f"`stop` means something in the bias alone, not in {self.place.title}", hint)
+                    return None
+                return Stop(a, a.shape, span=call.span)
+            case "normalized":
+                wrong = self._rank(a, 1, "`normalized` wants a memory's readout")
+                return None if wrong else Apply("normalized", a, a.shape, span=call.span)
+            case "last":
+                hint = "`retention last(c)`, or along with a decay `retention alpha * S, last(c)`"
+                self.scope.error(call.span, "`last` stands alone, in the retention", hint)
+                return None
             case "softmax":
                 hint = "columns(softmax, S) or rows(softmax, S)" if len(a.shape) == 2 else ""
                 wrong = self._rank(a, 1, "`softmax` wants a vector", hint)
@@ -272,6 +315,13 @@ class Reader:
             case _:
                 assert name in SCALAR_FUNCTIONS
                 return Map(name, a, a.shape, span=call.span)
+
+    def _kernel(self, call: syntax.Call, env: Env) -> Expr | None:
+        """A feature map at a vector: known by its inner products alone, so only a memory over it may be its neighbour."""
+        x = self.read(call.args[0], env) if self.arity(call, 1) else None
+        if x is None or self._rank(x, 1, f"`{call.fn.text}` wants a vector"):
+            return None
+        return Apply(call.fn.text, x, (call.fn.text,), span=call.span)
 
     def arity(self, call: syntax.Call, wanted: int) -> bool:
         if len(call.args) != wanted:

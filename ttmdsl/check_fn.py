@@ -18,7 +18,7 @@ from ttmdsl import syntax
 from ttmdsl.check_expr import OPS
 from ttmdsl.errors import Span
 from ttmdsl.known import arithmetic, known_number
-from ttmdsl.names import FUNCTIONS, SCALAR_FUNCTIONS
+from ttmdsl.names import FUNCTIONS, PREPARED, SCALAR_FUNCTIONS
 from ttmdsl.scope import Scope
 from ttmdsl.spec import BinaryOp, CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSize, CSum, VectorFn
 
@@ -131,7 +131,11 @@ class _Reader:
             return None
         return c
 
-    def _element(self, x: syntax.Expr, index: syntax.Name, local: _Local) -> Comp | None:
+    def _element(self, x: syntax.Expr, index: syntax.Expr, local: _Local) -> Comp | None:
+        if not isinstance(index, syntax.Name):
+            known = ", ".join(local.indices)
+            self.scope.error(index.span, "a component is picked by an index", f"indices here: {known}")
+            return None
         if index.text not in local.indices:
             self.scope.unknown(index, "index", local.indices)
             return None
@@ -229,7 +233,7 @@ class _Reader:
         if name not in FUNCTIONS:
             scope.unknown(call.fn, "function", {*FUNCTIONS, *scope.functions})
             return None
-        if name in ("softmax", "columns", "rows"):
+        if name in ("softmax", "columns", "rows", "stop", "normalized", "last", *PREPARED):
             hint = "write it out: exp(x[i]) / sum(j, exp(x[j]))" if name == "softmax" else ""
             scope.error(span, f"`{name}` has no place in a component formula", hint)
             return None

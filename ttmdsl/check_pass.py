@@ -5,21 +5,37 @@ Input: a `syntax.Block` and the scope, its memories declared. Output: `spec.Pass
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 from ttmdsl import syntax
 from ttmdsl.check_expr import Reader
+from ttmdsl.check_kernel import check_kernel_pass, take_last
+from ttmdsl.check_past import MAX_WINDOW, free_of_memories, whole
 from ttmdsl.errors import Span
 from ttmdsl.known import known_number
 from ttmdsl.scope import Place, Scope, describe, suggestion
 from ttmdsl.simplify_expr import walk
-from ttmdsl.spec import Expr, Memory, Num, Optimizer, Pass, Ref
+from ttmdsl.spec import Expr, Memory, Num, Optimizer, OptimizerKind, Pass, Ref, Window
 
 MAX_BATCH = 65_536
+MAX_NEWTON = 16
 
-_SETTINGS = {"gd": ("rate", "at", "batch"), "momentum": ("decay", "rate", "at", "batch")}
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "gd": ("rate", "steps", "at", "batch"),
+    "momentum": ("decay", "rate", "at", "batch"),
+    "muon": ("momentum", "rate", "steps", "at", "batch"),
+    "implicit": ("rate",),
+    "least_squares": ("ridge",),
+}
+_NEEDED = {"momentum": "decay", "muon": "momentum", "least_squares": "ridge"}
+_EXAMPLES = {
+    "momentum": "momentum(decay = theta, rate = eta)",
+    "muon": "muon(momentum = theta, rate = eta)",
+    "least_squares": "least_squares(ridge = lam)",
+}
 
 C = TypeVar("C", bound=syntax.Choice)
+Point: TypeAlias = Literal["previous", "retained"]
 
 
 def check_pass(block: syntax.Block, scope: Scope) -> Pass | None:
@@ -39,9 +55,15 @@ def check_pass(block: syntax.Block, scope: Scope) -> Pass | None:
         if clause is None:
             scope.error(block.name.span, f"{title} has no `{example.split()[0]}`", f"such as `{example}`")
 
-    bias = bias_clause and _bias(bias_clause, Place("the bias", names, earlier, name), memories, scope)
-    retention = _maps(_one(syntax.Retention, block, scope), Place("the retention", names, earlier, name), scope)
-    optimizer = _optimizer(optimizer_clause, Place("the optimizer", frozenset(), earlier, name), memories, scope)
+    one = _step_dim(optimizer_clause, scope)
+    learning = Place("the bias", names, earlier, name, learns=True, step_dim=one)
+    bias = bias_clause and _bias(bias_clause, learning, memories, scope)
+    window = bias_clause and bias_clause.window and _window(bias_clause.window, bias, earlier, name, one, scope)
+    keeping = Place("the retention", names, earlier, name)
+    retention_clause, last, last_span = take_last(_one(syntax.Retention, block, scope), keeping, scope)
+    retention = _maps(retention_clause, keeping, scope)
+    optimizing = Place("the optimizer", frozenset(), earlier, name, step_dim=one)
+    optimizer = _optimizer(optimizer_clause, optimizing, memories, scope)
     project_clause = _one(syntax.Project, block, scope)
     project = _maps(project_clause, Place("the projection", names, earlier, name), scope)
     read = read_clause and Reader(scope, Place("the readout", names, earlier, name)).read(read_clause.value)
@@ -51,9 +73,23 @@ def check_pass(block: syntax.Block, scope: Scope) -> Pass | None:
     if not (bias and read and optimizer and retention is not None and project is not None):
         return None
     kept = {m.name: retention.get(m.name, Ref(m.name, "memory", m.shape, span=m.span)) for m in memories}
+    if optimizer.kind == "least_squares":
+        for clause in (_one(syntax.Retention, block, scope), project_clause):
+            if clause is not None:
+                hint = "the state is what minimises the sum over all tokens, and nothing else"
+                scope.error(clause.span, "this has no place beside least_squares", hint)
+    if bias_clause and bias_clause.window and window is None:
+        return None
+    if window and optimizer.kind in ("implicit", "least_squares"):
+        hint = "with gd, momentum or muon"
+        scope.error(window.span, f"a window is a sum of gradients, and {optimizer.kind} takes none", hint)
+    if optimizer.per_token > 1:
+        _no_pass_per_step((bias, optimizer.rate, *kept.values()), optimizer, scope)
     if project_clause and project_clause.when and scope.consts.get(project_clause.when.text) == 0:
         project = {}
-    return Pass(name, memories, bias, kept, optimizer, project, read, span=block.span)
+    checked = Pass(name, memories, bias, kept, optimizer, project, read, window, last, span=block.span)
+    check_kernel_pass(checked, last_span, scope)
+    return checked
 
 
 def _one(kind: type[C], block: syntax.Block, scope: Scope) -> C | None:
@@ -80,6 +116,56 @@ def _bias(clause: syntax.Bias, place: Place, memories: tuple[Memory, ...], scope
         if memory.name not in used:
             scope.error(memory.span, f"the bias does not use `{memory.name}`, so it would never learn")
     return bias
+
+
+def _window(
+    clause: syntax.Window, bias: Expr | None, earlier: frozenset[str], owner: str, step_dim: str, scope: Scope
+) -> Window | None:
+    """`window(c, weight = gamma) of`: c is known, the weight a vector of c, the summand of inputs and gates alone."""
+    place = Place("the window", frozenset(), earlier, owner, step_dim=step_dim)
+    read = Reader(scope, place).read(clause.size)
+    size = None if read is None else whole(read, 1, MAX_WINDOW, "a window's size", clause.size.span, scope)
+    weight: Expr | None = None
+    fine = True
+    for setting in clause.settings:
+        if setting.name.text != "weight" or weight is not None:
+            found = "is set twice" if setting.name.text == "weight" else "is no setting of a window: it has `weight`"
+            scope.error(setting.name.span, f"`{setting.name.text}` {found}")
+            fine = False
+            continue
+        weight = Reader(scope, place).read(setting.value)
+        fine = weight is not None and fine
+        if weight is None or size is None:
+            continue
+        length = scope.consts.get(weight.shape[0]) if len(weight.shape) == 1 else None
+        if length != size:
+            found = describe(weight.shape) + (f" with {weight.shape[0]} = {length:g}" if length is not None else "")
+            hint = f"such as `gate gamma[c]`, c = {size}; its last entry is the current token's"
+            scope.error(setting.value.span, f"the weight of a window of {size} tokens is a vector of {size}, and this is {found}", hint)
+            fine = False
+        fine = free_of_memories(weight, setting.value.span, "a window's weight", scope) and fine
+    for node in walk(bias) if bias is not None else ():
+        if isinstance(node, Ref) and node.kind == "pass":
+            hint = "the summand is taken anew for every token of the window, and what was read out is not kept"
+            scope.error(node.span, f"a window's bias may not use `{node.name}`, which an earlier pass reads out", hint)
+            fine = False
+    return Window(size, weight, span=clause.span) if fine and size is not None else None
+
+
+def _step_dim(clause: syntax.OptimizerClause | None, scope: Scope) -> str:
+    """The constant that counts the gradient steps of a token, if one does: tensors may have it as their first dim."""
+    for s in clause.settings if clause and clause.kind.text == "gd" else ():
+        if s.name.text == "steps" and isinstance(s.value, syntax.Name) and s.value.text in scope.consts:
+            return s.value.text
+    return ""
+
+
+def _no_pass_per_step(used: tuple[Expr, ...], optimizer: Optimizer, scope: Scope) -> None:
+    """A pass of several steps may read what an earlier one made at the end alone."""
+    for node in (n for e in used for n in walk(e)):
+        if isinstance(node, Ref) and node.kind == "pass":
+            hint = "it may stand in the readout"
+            scope.error(node.span, f"with {optimizer.per_token} steps for each token, no step may use `{node.name}`", hint)
 
 
 def _maps(clause: syntax.Retention | syntax.Project | None, place: Place, scope: Scope) -> dict[str, Expr] | None:
@@ -137,21 +223,32 @@ def _optimizer(
         return None
     settings = _settings(clause, scope)
     rate = _factor(settings["rate"], place, memories, scope) if "rate" in settings else Num(1.0, span=clause.kind.span)
-    decay = _factor(settings["decay"], place, memories, scope) if "decay" in settings else None
-    batch = _batch(settings["batch"], place, scope) if "batch" in settings else 1
+    push = settings.get("momentum" if kind == "muon" else "decay")
+    decay = None if push is None else _factor(push, place, memories, scope)
+    batch = _whole("batch", settings["batch"], MAX_BATCH, place, scope) if "batch" in settings else 1
+    newton = _whole("number of steps", settings["steps"], MAX_NEWTON, place, scope) if "steps" in settings else 5
+    ridge = _ridge(settings["ridge"], place, scope) if "ridge" in settings else None
     at = _point(settings["at"], scope) if "at" in settings else "previous"
-    if kind == "momentum" and "decay" not in settings:
-        scope.error(clause.span, "momentum needs its `decay`", "momentum(decay = theta, rate = eta)")
+    if kind in _NEEDED and _NEEDED[kind] not in settings:
+        scope.error(clause.span, f"{kind} needs its `{_NEEDED[kind]}`", _EXAMPLES[kind])
         return None
     if at == "retained" and batch is not None and batch > 1:
         hint = "with a batch the gradient is taken at the state that the last batch left"
         scope.error(settings["at"].span, f"`at` has no meaning with batch = {batch}", hint)
         return None
-    if rate is None or batch is None or at is None or ("decay" in settings and decay is None):
+    if rate is None or batch is None or at is None or newton is None:
         return None
-    if kind == "gd":
-        return Optimizer("gd", rate, None, "retained" if at == "retained" else "previous", batch, span=clause.span)
-    return Optimizer("momentum", rate, decay, "retained" if at == "retained" else "previous", batch, span=clause.span)
+    if (push is not None and decay is None) or ("ridge" in settings and ridge is None):
+        return None
+    point: Point = "retained" if at == "retained" or kind == "implicit" else "previous"
+    for known in get_args(OptimizerKind):
+        if kind == known:
+            stepping = {"per_token": newton, "step_dim": place.step_dim} if kind == "gd" and "steps" in settings else {}
+            newton = newton if kind == "muon" else 5
+            return Optimizer(
+                known, rate, decay, point, batch, newton_schulz=newton, ridge=ridge, span=clause.span, **stepping
+            )
+    raise AssertionError(kind)
 
 
 def _settings(clause: syntax.OptimizerClause, scope: Scope) -> dict[str, syntax.Expr]:
@@ -185,14 +282,30 @@ def _factor(e: syntax.Expr, place: Place, memories: tuple[Memory, ...], scope: S
     return factor
 
 
-def _batch(e: syntax.Expr, place: Place, scope: Scope) -> int | None:
+def _whole(what: str, e: syntax.Expr, most: int, place: Place, scope: Scope) -> int | None:
     read = Reader(scope, place).read(e)
     value = None if read is None else known_number(read)
-    if read is not None and (value is None or not value.is_integer() or not 1 <= value <= MAX_BATCH):
+    if read is not None and (value is None or not value.is_integer() or not 1 <= value <= most):
         hint = "a literal or a `const`" if value is None else f"this is {value:g}"
-        scope.error(e.span, f"the batch must be a whole number from 1 to {MAX_BATCH}", hint)
+        scope.error(e.span, f"the {what} must be a whole number from 1 to {most}", hint)
         return None
     return None if value is None else int(value)
+
+
+def _ridge(e: syntax.Expr, place: Place, scope: Scope) -> Expr | None:
+    """The weight of |P|^2, which belongs to the state before the first token: no token can tell it."""
+    read = Reader(scope, place).read(e)
+    if read is None:
+        return None
+    if read.shape:
+        scope.error(e.span, f"the ridge must be a scalar, and this is {describe(read.shape)}")
+        return None
+    for node in walk(read):
+        if isinstance(node, Ref) and node.kind != "param":
+            hint = "declare it so: `param lam: positive`"
+            scope.error(node.span, f"the ridge must be of params and constants alone, and `{node.name}` is neither", hint)
+            return None
+    return read
 
 
 def _point(e: syntax.Expr, scope: Scope) -> str | None:

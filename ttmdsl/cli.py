@@ -1,4 +1,4 @@
-"""The command line: build, check, explain, show and list.
+"""The command line: build, check, explain, show, aot and list.
 
 Input: arguments, without the program's name. Output: text or a table on stdout, and an exit status: 0, 1 for a failed
 check, 2 for a spec or an argument that is wrong. Computes nothing itself; a command imports what it needs.
@@ -95,6 +95,32 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _aot(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ttmdsl.aot import compile_all, table, to_json
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("compiling kernels")
+        rows = compile_all(
+            [arguments.spec, *arguments.more],
+            arguments.heads,
+            arguments.targets,
+            arguments.dtype,
+            dict(arguments.set),
+            arguments.jobs,
+            lambda finished, total: progress.update(bar, completed=finished, total=total),
+        )
+    failed, spilled = sum(bool(row.error) for row in rows), sum(row.stack > 0 for row in rows)
+    if arguments.json:
+        print(to_json(rows))
+    else:
+        Console().print(table(rows))
+        print(f"{len(rows)} kernels: {failed} failed, {spilled} spill registers")
+    return 1 if failed else 0
+
+
 def _list(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
@@ -147,6 +173,17 @@ def _setting(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"expected a constant and its value, such as b=16, got {text!r}") from None
 
 
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"expected numbers such as 64,128, got {text!r}")
+    return [int(word) for word in words]
+
+
 def _parser() -> argparse.ArgumentParser:
     from ttmdsl.pipeline import STAGES
 
@@ -178,5 +215,12 @@ def _parser() -> argparse.ArgumentParser:
     show = command(_show, "show", "print what a stage of the compiler made")
     stages = [stage.name for stage in STAGES]
     show.add_argument("--after", required=True, choices=stages, metavar="STAGE", help="one of " + ", ".join(stages))
+    aot = command(_aot, "aot", "compile all kernels ahead of time, without a GPU: registers, spills, shared memory")
+    aot.add_argument("more", nargs="*", metavar="SPEC", help="more layers; constants may follow one, as in trellis:b=1")
+    aot.add_argument("--heads", type=_numbers, default="64", metavar="N,N", help="head sizes (default 64)")
+    aot.add_argument("--targets", type=_words, default="sm_90", metavar="SM,SM", help="GPUs (default sm_90)")
+    aot.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs")
+    aot.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at work (default 1)")
+    aot.add_argument("--json", action="store_true", help="print JSON instead of a table")
     command(_list, "list", "list the shipped layers")
     return parser

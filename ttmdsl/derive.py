@@ -45,8 +45,11 @@ from ttmdsl.spec import (
     Binary,
     Columns,
     ColumnsJacT,
+    Component,
     Const,
+    Delay,
     Expr,
+    Features,
     Inner,
     JacT,
     LayerSpec,
@@ -62,6 +65,7 @@ from ttmdsl.spec import (
     Rows,
     RowsJacT,
     Size,
+    Stop,
     Total,
     Transpose,
 )
@@ -94,14 +98,14 @@ def derive(spec: LayerSpec) -> UpdateRule:
 
 
 def _applied(spec: LayerSpec) -> dict[str, Span]:
-    """The vector functions that the layer applies anywhere, and where first."""
+    """The vector functions that the layer applies anywhere, and where first; feature maps have no components."""
     found: dict[str, Span] = {}
     roots = [e for _, e in spec.lets]
     for p in spec.passes:
         roots += [p.bias, *p.retention.values(), *p.project.values(), p.read, p.optimizer.rate]
     for root in roots:
         for node in walk(root):
-            if isinstance(node, Apply | Columns | Rows):
+            if isinstance(node, Apply | Columns | Rows) and node.fn not in (*spec.kernels, "normalized"):
                 found.setdefault(node.fn, node.span)
     return found
 
@@ -119,7 +123,8 @@ def _pass_rule(spec: LayerSpec, p: Pass, problems: list[Diagnostic]) -> PassRule
             problems.append(_flat(loss, memory, p))
     if len(problems) > before:
         return None
-    definitions, named = name_definitions(loss, gradients, spec)
+    gradients = {name: _running(g) for name, g in gradients.items()}
+    definitions, named = name_definitions(_running(loss), gradients, spec)
     return PassRule(p.name, definitions, named)
 
 
@@ -138,6 +143,11 @@ def _inline_lets(spec: LayerSpec, p: Pass) -> Expr:
     return rewrite(p.bias, written_out)
 
 
+def _running(e: Expr) -> Expr:
+    """The expression without its stops: they matter to the derivative alone."""
+    return rewrite(e, lambda node: _running(node.x) if isinstance(node, Stop) else None)
+
+
 def _flat(loss: Expr, memory: Memory, p: Pass) -> Diagnostic:
     """The gradient vanished identically: name the function that ate it, if one did."""
     message = f"the bias has no derivative with respect to {memory.name}: it is zero wherever it exists"
@@ -145,6 +155,8 @@ def _flat(loss: Expr, memory: Memory, p: Pass) -> Diagnostic:
         if isinstance(node, Map) and is_piecewise_constant(node.fn):
             span = node.span if node.span != NOWHERE else p.bias.span
             return Diagnostic(span, message, f"{node.fn} is piecewise constant; try tanh, or another smooth function")
+        if isinstance(node, Stop):
+            return Diagnostic(node.span, message, f"stop(...) makes a constant of {memory.name}")
     return Diagnostic(p.bias.span, message, f"{memory.name} cancels out of the bias")
 
 
@@ -157,9 +169,8 @@ def gradient(loss: Expr, memories: tuple[Memory, ...]) -> dict[str, Expr]:
     active: set[Expr] = set()
     order = list(walk(loss))
     for node in order:
-        if (isinstance(node, Ref) and node.kind == "memory" and node.name in own) or any(
-            c in active for c in children(node)
-        ):
+        mine = isinstance(node, Ref) and node.kind == "memory" and node.name in own
+        if mine or (not isinstance(node, Stop) and any(c in active for c in children(node))):
             active.add(node)
     cotangents: dict[Expr, Expr] = {loss: ONE}
     for node in reversed(order):
@@ -179,7 +190,7 @@ def gradient(loss: Expr, memories: tuple[Memory, ...]) -> dict[str, Expr]:
 def _pull_back(node: Expr, g: Expr, active: set[Expr]) -> Iterator[tuple[Expr, Expr]]:
     """The cotangents of a node's active arguments from its own, `g`."""
     match node:
-        case Num() | Const() | Size() | Ref():
+        case Num() | Const() | Size() | Ref() | Stop() | Delay() | Component() | Features():
             return
         case Map(fn=fn, x=x):
             yield x, mul(g, _slope(fn, x, node))

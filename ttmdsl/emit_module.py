@@ -1,7 +1,7 @@
 """The generated module: the surface of `op`, `step` and `Layer` framed around the backends' sections.
 
 Input: a `LayerSpec`, the lines of its derived update, and the source text of three sections: "reference" defines
-`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`. Output: one Python file
+`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`. Output: one file
 that needs torch and triton alone. Does not print arithmetic, and decides nothing about schedules.
 
 A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by
@@ -20,7 +20,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from ttmdsl.errors import CheckError, Diagnostic
 from ttmdsl.names import refusal, snake_case
 from ttmdsl.spec import LayerSpec, Memory, Ref, Shape, Tensor
-from ttmdsl.templates import render
+from ttmdsl.state import ENDINGS, state_shapes
+from ttmdsl.templates import literal, render
 from ttmdsl.version import TORCH, TRITON, VERSION
 
 _WIDTH = 120
@@ -48,14 +49,14 @@ def emit_module(spec: LayerSpec, update: Iterable[str], sections: Mapping[str, s
         "layout": _layout,
         "header": _header(spec, update),
         "layer": spec.name,
-        "source": [_quoted(line) for line in spec.source.splitlines(keepends=True)] or ['""'],
+        "source": [literal(line) for line in spec.source.splitlines(keepends=True)] or ['""'],
         "tensors": tensors,
         "inputs": {t.keyword: t.shape for t in tensors if t.kind == "input"},
         "gates": {t.keyword: t.shape for t in tensors if t.kind == "gate"},
         "params": {t.keyword: t.shape for t in tensors if t.kind == "param"},
         "ranges": {t.keyword: t.range for t in tensors},
         "memory": {m.name: m.shape for m in spec.memories},
-        "state": state_axes(spec),
+        "state": state_shapes(spec),
         "initial": {m.name: m.initial for m in spec.memories},
         "consts": spec.consts,
         "output": spec.passes[-1].read.shape,
@@ -90,20 +91,6 @@ _EXPORTS = (
     "STATE",
     "Layer",
 )
-
-
-def state_axes(spec: LayerSpec) -> dict[str, Shape]:
-    """Every entry of the state and its axes after [N, H]; `position` has neither H nor more."""
-    state: dict[str, Shape] = {}
-    for p in spec.passes:
-        state |= {m.name: m.shape for m in p.memories}
-        if p.optimizer.kind == "momentum":
-            state |= {f"{m.name}_momentum": m.shape for m in p.memories}
-        if p.optimizer.batch > 1:
-            state |= {f"{m.name}_point": m.shape for m in p.memories}
-    if any(p.optimizer.batch > 1 for p in spec.passes):
-        state["position"] = ()
-    return state
 
 
 # ---- what the templates see of a spec -----------------------------------------------------------------------
@@ -167,7 +154,7 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     if t.range == "decay":
         start = 1.0 if momentum else 4.0  # a decay of 0.73 or 0.98
     elif rate:  # one step of about 1, or 1/2, spread over the tokens that share a gradient point and over the momentum
-        step = min(1 / (o.batch * (4 if o.kind == "momentum" else 1)) for o in rate)
+        step = min(1 / (o.batch * (4 if o.kind in ("momentum", "muon") else 1)) for o in rate)
         start = math.log(math.expm1(step)) if t.range == "positive" else math.log(step)
     else:
         start = {"positive": math.log(math.expm1(1)), "real": 0.0 if t.kind == "gate" else 1.0}.get(t.range, 0.0)
@@ -242,31 +229,6 @@ def _banner(title: str) -> str:
     return f"# ---- {title} ".ljust(110, "-")
 
 
-def _quoted(text: str) -> str:
-    """A Python string literal, in double quotes where that needs no more escapes."""
-    quoted = repr(text)
-    return f'"{quoted[1:-1]}"' if '"' not in quoted and "'" not in quoted[1:-1] else quoted
-
-
-def literal(value: object) -> str:
-    """Strings, numbers, and lists, tuples and dicts of them, as Python source."""
-    match value:
-        case str():
-            return _quoted(value)
-        case tuple():
-            return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
-        case list():
-            return f"[{', '.join(map(literal, value))}]"
-        case dict():
-            return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
-        case int():
-            return repr(int(value))
-        case float():
-            assert math.isfinite(value), value
-            return repr(int(value) if value.is_integer() and abs(value) < 2**53 else value)
-    raise TypeError(f"no literal for {value!r}")
-
-
 def _table(name: str, value: Mapping[str, object]) -> str:
     """An annotated dict, on one line where it fits."""
     kind = {"CONSTS": "float", "RANGES": "str", "INITIAL": "str"}.get(name, "tuple[str, ...]")
@@ -303,7 +265,7 @@ def _verify_names(spec: LayerSpec) -> None:
     found += [
         Diagnostic(m.span, f"the memory name {m.name!r} ends like an entry of the state", "choose another name")
         for m in spec.memories
-        if m.name.endswith(("_momentum", "_point"))
+        if m.name.endswith(ENDINGS)
     ]
     if not any(t.kind == "input" for t in spec.tensors):
         found.append(Diagnostic(first, "a layer needs at least one input", "declare one: input q[d]"))

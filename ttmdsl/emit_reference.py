@@ -16,7 +16,9 @@ from typing import Any
 from ttmdsl import spec as s
 from ttmdsl.errors import NOWHERE, Span
 from ttmdsl.print_reference import Axes, Printer, fn_params, to_shape
+from ttmdsl.state import reads_transposed
 from ttmdsl.templates import render
+from ttmdsl.walk_expr import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ def emit_reference(spec: s.LayerSpec) -> str:
             "memories": "(" + " ".join(f'"{m.name}",' for m in p.memories) + ")",
             "batch": p.optimizer.batch,
             "retained": p.optimizer.at == "retained",
-            "momentum": p.optimizer.kind == "momentum",
+            "kind": p.optimizer.kind,
+            "newton_schulz": p.optimizer.newton_schulz,
+            "transposed": [m.name for m in p.memories if reads_transposed(p, m)],
             "projects": bool(p.project),
         }
         for p in spec.passes
@@ -122,9 +126,11 @@ def emit_reference(spec: s.LayerSpec) -> str:
         "reference.py.j2",
         functions=functions,
         power=any("_ref_power(" in text for f in functions for text in (f.value, *(d[1] for d in f.definitions))),
+        stops=any(isinstance(node, s.Stop) for p in spec.passes for node in walk(p.bias)),
         leader=next(t.keyword for t in spec.tensors if t.kind != "param"),
         token=_token(spec),
         passes=passes,
+        kinds={p.optimizer.kind for p in spec.passes},
         period=math.lcm(*(p.optimizer.batch for p in spec.passes)),
         out=[_out_size(spec, dim) for dim in spec.passes[-1].read.shape],
     )

@@ -13,18 +13,28 @@ import keyword
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ttmdsl.ir import Axes, Builder, Node, base_dim, reachable
+from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, base_dim, reachable
 from ttmdsl.lower import Form, Lowered
-from ttmdsl.lower_token import state_axes
-from ttmdsl.plan import Kernel, carries, plan
-from ttmdsl.print_triton import TritonPrinter, load_block, load_token, shape, store_block, store_token
+from ttmdsl.lower_expr import matrix_axes
+from ttmdsl.plan import Kernel, Kind, Plan, carries, plan
+from ttmdsl.print_triton import (
+    TritonPrinter,
+    load_block,
+    load_saved,
+    load_token,
+    shape,
+    store_block,
+    store_saved,
+    store_token,
+)
 from ttmdsl.printer import Names
 from ttmdsl.spec import LayerSpec
+from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
 
 LOCALS = frozenset(
-    "tl triton torch n h i j u row_h alive lower strict live last fresh first length count unit_0 t_ offset place H BT LEN GROUP"
-    " PER DOT PRECISION INVERSE KEEP SEGMENT program segment segments step".split()
+    "tl triton torch n h i j u row_h alive lower strict live last fresh first length count unit_0 t_ offset place H BT"
+    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments step".split()
 )
 
 
@@ -43,6 +53,7 @@ class KernelText:
 
     name: str
     doc: str
+    kind: Kind = "scan"
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
     blocked: str = ""
@@ -50,6 +61,7 @@ class KernelText:
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
+    keep_late: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
@@ -65,13 +77,15 @@ class KernelText:
 class KernelWriter:
     """Writes the text of one kernel."""
 
-    def __init__(self, spec: LayerSpec, text: KernelText, roots: Iterable[Node], unit: str, printer: TritonPrinter) -> None:
+    def __init__(
+        self, spec: LayerSpec, text: KernelText, nodes: list[Node], unit: str, printer: TritonPrinter
+    ) -> None:
         self.spec, self.text, self.unit, self.printer = spec, text, unit, printer
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
-        self.states = state_axes(spec)
-        nodes = reachable(roots)
-        text.dims = [d for d in spec.dims if any(base_dim(x) == d for n in nodes for x in n.axes) or self._sized(nodes, d)]
+        self.states = {k: matrix_axes(shape) for k, shape in state_shapes(spec).items() if k != POSITION}
+        present = {base_dim(x) for n in nodes for x in n.axes}
+        text.dims = [d for d in spec.dims if d in present or self._sized(nodes, d)]
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
         text.uses = {str(n.attr[0]) for n in nodes if n.op in ("mask", "decay_dot", "decay_mix", "decay_mix_t")}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last", "fresh")}
@@ -113,6 +127,21 @@ class KernelWriter:
         pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
         return store_block(pointer, base, axes, self.states[name], value)
 
+    def saved(self, node: Node) -> str:
+        """The pointer to where a value is saved."""
+        name = saved_name(self.printer.builder, node)
+        return self.text.pointer(f"{name}_saved", f'saved["{name}"]', "input" if is_per_token(node) else "float32")
+
+    def given(self, kernel: Kernel) -> list[str]:
+        """Lines that load what earlier kernels have saved."""
+        lines = []
+        for node in kernel.given:
+            name = self.printer.text[node] = self.printer.names.get(self.printer.builder.labels.get(node, node.op))
+            lines.append(f"{name} = {load_saved(self.saved(node), node.axes)}")
+            if is_per_token(node):
+                self.printer.loaded.add(node)
+        return lines
+
     def inputs(self, leaves: Iterable[Node]) -> tuple[list[str], list[str]]:
         """Lines for params, before the units; lines for the tensors of a unit."""
         before, each = [], []
@@ -138,74 +167,88 @@ class KernelWriter:
         return [store_token(pointer, value.axes, self.shapes[name], text)]
 
 
-def _printer(builder: Builder, spec: LayerSpec) -> TritonPrinter:
+def is_per_token(node: Node) -> bool:
+    """Whether a value has a token axis: such values are saved in the inputs' dtype, states in float32."""
+    return any(x in TOKEN_AXES for x in node.axes)
+
+
+def saved_name(builder: Builder, node: Node) -> str:
+    """The name under which a value is saved."""
+    return f"{builder.labels.get(node, node.op)}_{node.id}"
+
+
+def _printer(program: Program, spec: LayerSpec) -> TritonPrinter:
     taken = set(LOCALS) | set(keyword.kwlist)
     for d in spec.dims:
-        taken |= {d, f"P_{d}", f"o_{d}", f"m_{d}"}
-    return TritonPrinter(builder, Names(taken))
+        taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
+    return TritonPrinter(program.builder, Names(taken), program.unit)
 
 
 def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     """The text of a scan kernel: a walk over the units of one sequence and head."""
-    text = KernelText(kernel.name, "", blocked=kernel.blocked, reverse=kernel.reverse)
-    printer = _printer(kernel.program.builder, spec)
-    writer = KernelWriter(spec, text, kernel.roots, kernel.program.unit, printer)
-    role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
+    printer = _printer(kernel.program, spec)
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
+    role, prefix, source, target = ("cocarry", "d_", "end", "start") if kernel.reverse else ("carry", "", "start", "end")
     leaves = kernel.leaves()
+    results = dict(kernel.carried)
     text.before, loads = writer.inputs(leaves)
+    loads += writer.given(kernel)
     variables: dict[str, str] = {}
     carried = {n.name: n for n in leaves if n.role == role}
     # a carry that no unit reads is still handed from start to end
-    for name in [*carried, *(k for k in kernel.keeps if k not in carried)]:
-        leaf = carried.get(name) or next(n for n in kernel.program.leaves() if n.role == role and n.name == name)
-        variables[name] = printer.names.get(prefix + name)
-        printer.text[leaf] = variables[name]
-        source = "end" if kernel.reverse else "start"
-        text.before.append(f"{variables[name]} = {writer.load_state(source, prefix, name, leaf.axes, 'n * H + h')}")
+    unread = {n.name: n for n in kernel.program.leaves() if n.role == role and n.name in kernel.keeps}
+    for name, leaf in {**carried, **unread}.items():
+        variable = printer.text[leaf] = printer.names.get(prefix + name)
+        load = writer.load_state(source, prefix, name, leaf.axes, "n * H + h")
+        if name in results:
+            variables[name] = variable
+            text.before.append(f"{variable} = {load}")
+        else:  # no unit hands it on: it is there for the first unit alone
+            loads.append(f"{variable} = {load.replace('mask=', 'mask=(step == 0) & ')}")
         if name in kernel.keeps:
-            text.keep.append(writer.store_state("units", prefix, name, leaf.axes, "u * H + h", variables[name]))
+            text.keep.append(writer.store_state("units", prefix, name, leaf.axes, "u * H + h", variable))
     if kernel.reverse:  # states at the units' starts
         for leaf in (n for n in leaves if n.role == "carry"):
             printer.text[leaf] = printer.names.get(leaf.name)
             loads.append(f"{printer.text[leaf]} = {writer.load_state('units', '', leaf.name, leaf.axes, 'u * H + h')}")
     text.body = [*loads, *printer.emit(kernel.roots)]
-    for name, value in kernel.outputs.items():
+    for name, value in kernel.outputs:
         text.body += writer.store_output(name, value, "u * H + h")
-    new = {k: printer.sanitized(v) for k, v in kernel.carried.items()}
-    new |= {k: f"tl.zeros_like({v})" for k, v in variables.items() if k not in new}
-    ends = {k: variables.get(k) or printer.names.get(prefix + k) for k in new}
-    # a value that is handed on, but not in, has to exist before the loop
-    for name in ends:
-        if name not in variables:
-            source = "end" if kernel.reverse else "start"
-            axes = kernel.carried[name].axes
-            text.before.append(f"{ends[name]} = {writer.load_state(source, prefix, name, axes, 'n * H + h')}")
-    moved = [k for k in new if new[k] != ends[k]]
-    staged = {k: printer.names.get(f"{ends[k]}_next") for k in moved if len(moved) > 1}
+    for node in kernel.saves:
+        text.keep_late.append(store_saved(writer.saved(node), node.axes, printer.text[node]))
+    for name, value in results.items():
+        if name not in variables:  # no unit reads it: what the last unit hands on is the end
+            store = writer.store_state(target, prefix, name, value.axes, "n * H + h", printer.sanitized(value))
+            last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
+            text.body += [f"if {last}:", f"    {store}"]
+    new = {k: printer.sanitized(results[k]) for k in variables}
+    moved = [k for k in new if new[k] != variables[k]]
+    staged = {k: printer.names.get(f"{variables[k]}_next") for k in moved if len(moved) > 1}
     text.body += [f"{staged[k]} = {new[k]}" for k in staged]
-    text.body += [f"{ends[k]} = {staged.get(k, new[k])}" for k in moved]
-    target = "start" if kernel.reverse else "end"
-    for name in kernel.carried:
-        axes = kernel.carried[name].axes
-        text.after.append(writer.store_state(target, prefix, name, axes, "n * H + h", ends[name]))
-    text.doc = _doc(kernel)
+    text.body += [f"{variables[k]} = {staged.get(k, new[k])}" for k in moved]
+    for name, variable in variables.items():
+        text.after.append(writer.store_state(target, prefix, name, results[name].axes, "n * H + h", variable))
     return text
 
 
 def write_map(spec: LayerSpec, kernel: Kernel) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
-    text = KernelText(kernel.name, _doc(kernel))
-    printer = _printer(kernel.program.builder, spec)
-    writer = KernelWriter(spec, text, kernel.roots, kernel.program.unit, printer)
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind)
+    printer = _printer(kernel.program, spec)
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
     leaves = kernel.leaves()
     before, loads = writer.inputs(leaves)
+    loads += writer.given(kernel)
     for leaf in leaves:
         if leaf.role in ("carry", "cocarry"):
             prefix = "d_" if leaf.role == "cocarry" else ""
-            printer.text[leaf] = printer.names.get(prefix + leaf.name)
-            loads.append(f"{printer.text[leaf]} = {writer.load_state('units', prefix, leaf.name, leaf.axes, 'u * H + h')}")
+            name = printer.text[leaf] = printer.names.get(prefix + leaf.name)
+            loads.append(f"{name} = {writer.load_state('units', prefix, leaf.name, leaf.axes, 'u * H + h')}")
     text.body = [*before, *loads, *printer.emit(kernel.roots)]
-    for name, value in kernel.outputs.items():
+    for node in kernel.saves:
+        text.body.append(store_saved(writer.saved(node), node.axes, printer.text[node]))
+    for name, value in kernel.outputs:
         text.body += writer.store_output(name, value, "u * H + h")
     return text
 
@@ -215,11 +258,12 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
     forward, backward = carries(form.forward), form.backward.outputs
     roots = list(backward.values())
-    printer = _printer(form.backward.builder, spec)
-    writer = KernelWriter(spec, text, [*roots, *forward.values()], "token", printer)
+    printer = _printer(form.backward, spec)
+    nodes = reachable([*roots, *forward.values()])
+    writer = KernelWriter(spec, text, nodes, "token", printer)
     # the states of a segment once more: forward values have names of their own, as they belong to another loop
-    replay = TritonPrinter(form.forward.builder, printer.names)
-    replayer = KernelWriter(spec, text, [*roots, *forward.values()], "token", replay)
+    replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit)
+    replayer = KernelWriter(spec, text, nodes, "token", replay)
     before, loads = replayer.inputs(n for n in reachable(forward.values()) if n.op == "leaf")
     states = {n.name: n for n in form.forward.leaves() if n.role == "carry"}
     text.before += before
@@ -260,7 +304,8 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
             text.after.append(store_block(pointer, "n * H + h", value.axes, params[key[2:]], total))
         else:
             text.body += writer.store_output(key[2:], value, "")
-    d_new = {k: printer.sanitized(backward[f"carry:{k}"]) if f"carry:{k}" in backward else f"tl.zeros_like({v})" for k, v in variables.items()}
+    handed = {k: backward.get(f"carry:{k}") for k in variables}
+    d_new = {k: f"tl.zeros_like({variables[k]})" if v is None else printer.sanitized(v) for k, v in handed.items()}
     staged = {k: printer.names.get(f"{variables[k]}_next") for k in d_new}
     text.body += [f"{staged[k]} = {d_new[k]}" for k in d_new]
     text.body += [f"{variables[k]} = {staged[k]}" for k in d_new]
@@ -270,7 +315,9 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
 
 
 def _doc(kernel: Kernel) -> str:
-    what = [*kernel.outputs, *(f"the carry {k}" for k in kernel.carried)]
+    if kernel.saves and kernel.kind == "map":
+        return f"What is free of the carry: {', '.join(n.op for n in kernel.saves)}; every unit at once."
+    what = [k for k, _ in kernel.outputs] + [f"the carry {k}" for k, _ in kernel.carried]
     how = "unit after unit" if kernel.kind == "scan" else "every unit at once"
     way = ", last unit first" if kernel.reverse else ""
     return f"{'Gradients of ' if kernel.kind == 'map' else ''}{', '.join(what)}: {how}{way}."
@@ -278,28 +325,29 @@ def _doc(kernel: Kernel) -> str:
 
 def token_kernel(form: Form) -> Kernel:
     """The forward kernel of the sequential form."""
-    y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
+    y = tuple((k, v) for k, v in form.forward.outputs.items() if not k.startswith("carry:"))
     kept = tuple(n.name for n in form.forward.leaves() if n.role == "carry")
-    carried = carries(form.forward)
-    return Kernel(
-        "_token_forward_kernel", "scan", form.forward, False, y, carried, kept, ""
-    )
+    return Kernel("_token_forward_kernel", "scan", form.forward, False, y, tuple(carries(form.forward).items()), kept)
 
 
 @dataclass(frozen=True)
 class FormTexts:
-    """The kernels of one form as text, and which states they keep at every unit's start or hand on."""
+    """The kernels of one form as text, and which states they keep at every unit's start or hand on.
+
+    `saved` and `saved_late` name the values saved by forward and by backward kernels, with the axes of their tiles.
+    """
 
     name: str
-    forward: KernelText
-    scan: KernelText
-    maps: tuple[KernelText, ...]
+    forward: tuple[KernelText, ...]
+    backward: tuple[KernelText, ...]
     kept: list[str]
     d_kept: list[str]
     carried: list[str]
+    saved: dict[str, Axes] = field(default_factory=dict)
+    saved_late: dict[str, Axes] = field(default_factory=dict)
 
     def kernels(self) -> tuple[KernelText, ...]:
-        return (self.forward, self.scan, *self.maps)
+        return self.forward + self.backward
 
 
 def write_forms(lowered: Lowered) -> list[FormTexts]:
@@ -308,15 +356,28 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     texts = []
     for name, form in (("chunk", lowered.chunk), ("resumed", lowered.resumed)):
         if form is not None:
-            p = plan(name, form)
-            forward, scan, *maps = (write_scan(spec, k) if k.kind == "scan" else write_map(spec, k) for k in p.kernels())
-            kept = (list(p.forward[0].keeps), list(p.backward[0].keeps), list(p.forward[0].carried))
-            texts.append(FormTexts(name, forward, scan, tuple(maps), *kept))
+            texts.append(_form_texts(spec, plan(name, form), form))
     token = token_kernel(lowered.token)
     backward = write_token_backward(spec, lowered.token, "_token_backward_kernel")
-    kept = (list(token.keeps), [], list(token.carried))
-    texts.append(FormTexts("token", write_scan(spec, token), backward, (), *kept))
+    carried = [k for k, _ in token.carried]
+    texts.append(FormTexts("token", (write_scan(spec, token),), (backward,), list(token.keeps), [], carried))
     return texts
+
+
+def _form_texts(spec: LayerSpec, p: Plan, form: Form) -> FormTexts:
+    b = form.forward.builder
+    write = {"scan": write_scan, "map": write_map}
+    scans = [next(k for k in kernels if k.kind == "scan") for kernels in (p.forward, p.backward)]
+    return FormTexts(
+        p.name,
+        tuple(write[k.kind](spec, k) for k in p.forward),
+        tuple(write[k.kind](spec, k) for k in p.backward),
+        list(scans[0].keeps),
+        list(scans[1].keeps),
+        [k for k, _ in scans[0].carried],
+        {saved_name(b, n): n.axes for k in p.forward for n in k.saves},
+        {saved_name(b, n): n.axes for k in p.backward for n in k.saves},
+    )
 
 
 def emit_triton(lowered: Lowered) -> str:

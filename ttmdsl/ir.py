@@ -143,6 +143,9 @@ class Builder:
         return self.make("size", (), (), dim)
 
     def _elementwise(self, op: str, *args: Node, attr: tuple[object, ...] = ()) -> Node:
+        number = folded(op, *map(constant, args))
+        if number is not None:
+            return self.expand(self.const(number), (a for x in args for a in x.axes))
         return self.make(op, args, (a for x in args for a in x.axes), *attr)
 
     def add(self, a: Node, b: Node) -> Node:
@@ -199,8 +202,6 @@ class Builder:
         return self.mul(a, self.recip(b))
 
     def recip(self, a: Node) -> Node:
-        if a.value is not None:
-            return self.const(1.0 / a.value)
         if a.op == "sqrt":
             return self.rsqrt(a.args[0])
         return self._elementwise("recip", a)
@@ -228,19 +229,22 @@ class Builder:
                 return self.mul(self.rsqrt(a), self.recip(a))
             case -2:
                 return self.pow(self.recip(a), 2)
+            case _ if float(exponent).is_integer() and abs(exponent) <= 16:  # of a negative number too
+                if exponent < 0:
+                    return self.pow(self.recip(a), -exponent)
+                return self.mul(self.pow(a, exponent % 2), self.pow(self.mul(a, a), exponent // 2))
             case _:
+                number = constant(a)
+                if number is not None and number > 0:
+                    return self.expand(self.const(number**exponent), a.axes)
                 return self._elementwise("pow", a, attr=(float(exponent),))
 
     def map(self, op: str, *args: Node) -> Node:
         """An elementwise function by its name in ELEMENTWISE."""
         assert op in ELEMENTWISE, op
-        if op in ("exp2", "log2"):
-            x = args[0]
-            number = constant(x)
-            if number is not None and (op == "exp2" or number > 0):
-                return self.expand(self.const(2.0**number if op == "exp2" else math.log2(number)), x.axes)
-            if op == "exp2" and x.op == "mask" and x.attr[1] == float("-inf") and constant(x.args[0]) is not None:
-                return self.mask(self.map("exp2", x.args[0]), x.attr[0])  # type: ignore[arg-type]
+        x = args[0]
+        if op == "exp2" and x.op == "mask" and x.attr[1] == float("-inf") and constant(x.args[0]) is not None:
+            return self.mask(self.map("exp2", x.args[0]), x.attr[0])  # type: ignore[arg-type]
         return self._elementwise(op, *args)
 
     def select(self, flag: Node, a: Node, b: Node) -> Node:
@@ -353,6 +357,17 @@ class Builder:
                 over = over - {axis}
         return self.expand(self.product([*outside, *inside]), keep)
 
+    def _balanced(self, a: Node, b: Node, over: set[str]) -> tuple[Node, Node]:
+        """Factors over the summed axes alone, moved from a state to the side of the tokens: the state stays one tile."""
+        for x, y in ((a, b), (b, a)):
+            if x.op == "mul" and "t" in y.axes and "t" not in x.axes and len(x.axes) == 2:
+                moved = [f for f in factors(x) if set(f.axes) <= over]
+                kept = self.product(f for f in factors(x) if not set(f.axes) <= over)
+                if moved and len(kept.axes) == 2:
+                    other = self.mul(self.product(moved), y)
+                    return (kept, other) if x is a else (other, kept)
+        return a, b
+
     def contract(self, a: Node, b: Node, axes: Iterable[str]) -> Node:
         """Sum over axes of a * b; an operand without an axis is summed out of the other."""
         over = set(axes)
@@ -380,6 +395,7 @@ class Builder:
                     rest = self.product(f for f in factors(x) if over & set(f.axes))
                     if set(rest.axes) | set(y.axes) >= {z for f in out for z in f.axes}:
                         return self.mul(self.product(out), self.contract(rest, y, over))
+        a, b = self._balanced(a, b, over)
         if (b.axes, b.id) < (a.axes, a.id):
             a, b = b, a
         return self.make("contract", (a, b), (x for x in (*a.axes, *b.axes) if x not in over), self.order(over))
@@ -388,6 +404,34 @@ class Builder:
 def constant(node: Node) -> float | None:
     """The number that a constant of any shape holds everywhere, else None."""
     return node.args[0].value if node.op == "expand" else node.value
+
+
+_FOLDED: dict[str, Callable[..., float]] = {
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "max": max,
+    "min": min,
+    "recip": lambda x: 1 / x,
+    "exp2": lambda x: 2.0**x,
+    "log2": math.log2,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "tanh": math.tanh,
+    "erf": math.erf,
+    "abs": abs,
+    "sign": lambda x: math.copysign(1.0, x) if x else 0.0,
+    "step": lambda x: float(x > 0),
+}
+
+
+def folded(op: str, *numbers: float | None) -> float | None:
+    """What an elementwise operation makes of constants; None where an operand is none, or there is no such number."""
+    if op not in _FOLDED or None in numbers:
+        return None
+    try:
+        return _FOLDED[op](*numbers)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
 
 
 def is_zero(node: Node) -> bool:
@@ -435,8 +479,8 @@ def addends(node: Node, whole: Callable[[Node], bool]) -> Iterator[tuple[float, 
 class Program:
     """One unit of a recurrence: what a chunk, or a token, makes of its inputs and the carry.
 
-    `outputs` are named values; a name `carry:P` is the carry P at the end of the unit. `unit` is "chunk" (values may have
-    token axes) or "token". `dims` in canonical order.
+    `outputs` are named values; a name `carry:P` is the carry P at the end of the unit. `unit` is "chunk" (values may
+    have token axes) or "token". `dims` in canonical order.
     """
 
     unit: Literal["chunk", "token"]

@@ -20,15 +20,16 @@ from typing import Literal
 from ttmdsl import spec as sp
 from ttmdsl.ir import Builder, Node, Program, addends, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
-from ttmdsl.lower_token import bind_tensors, momentum_name, point_name
+from ttmdsl.lower_token import bind_tensors
 from ttmdsl.rule import PassRule, UpdateRule
+from ttmdsl.state import momentum_name, point_name
 
 Moment = Literal["before", "retained", "after"]
 
 
 @dataclass(frozen=True)
 class Write:
-    """Token s adds left_s right_s^T (axes rows and columns); with `frozen`, a matrix scaled by `right` along its axis."""
+    """Token s adds left_s right_s^T (axes rows, columns); with `frozen`, a matrix scaled by `right` along its axis."""
 
     left: Node
     right: Node
@@ -68,7 +69,7 @@ class ChunkMemory:
         return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
 
     def weights(self, moment: Moment) -> Node:
-        """weight[t, s] of write s in the memory at t; scalar decay. With momentum, a product of two triangular matrices."""
+        """weight[t, s] of write s in the memory at t; scalar decay. With momentum, two triangular matrices' product."""
         b = self.b
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
         if self.log_momentum_decay is None:
@@ -107,20 +108,22 @@ class ChunkMemory:
     def read_start(self, x: Node, over: str, moment: Moment) -> Node:
         b, other = self.b, self.columns if over == self.rows else self.rows
         decay = b.map("exp2", self.decayed(moment))
-        y = b.mul(decay, b.contract(self.start, x, {over})) if self.channel != over else b.contract(self.start, b.mul(decay, x), {over})
+        if self.channel == over:
+            y = b.contract(self.start, b.mul(decay, x), {over})
+        else:
+            y = b.mul(decay, b.contract(self.start, x, {over}))
         if self.momentum is not None:
             y = b.add(y, b.mul(self._momentum_weight(moment), b.contract(self.momentum, x, {over})))
         return b.expand(y, {"t", other})
 
     def read_write(self, w: Write, x: Node, over: str, moment: Moment) -> Node:
-        b = self.b
         if w.frozen is not None:
             return self._read_frozen(w.frozen, w.right, x, over, moment)
         content, key = (w.left, w.right) if over == self.columns else (w.right, w.left)
         return self.mix(self.scores(key, x, over, moment), content, moment, over)
 
     def scores(self, key: Node, x: Node, over: str, moment: Moment) -> Node:
-        """score[t, s]: how much of write s a read through x_t picks up, decay included unless it is per content channel."""
+        """score[t, s]: how much of write s a read through x_t picks up, its decay too unless per content channel."""
         b = self.b
         kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
         if self.channel == over:
@@ -222,6 +225,10 @@ class _PassLowering:
         b, pass_, optimizer = self.lower.b, self.pass_, self.pass_.optimizer
         if pass_.project:
             raise NotChunkable("the projection after every token needs the memory at every token")
+        if optimizer.kind == "muon":
+            raise NotChunkable("Newton-Schulz is nonlinear in the momentum of every token")
+        if optimizer.kind == "least_squares":
+            raise NotChunkable("the inverse of all keys' sum changes with every token")
         live = b.leaf("live", "live", ("t",))
         memories = {m.name: self._memory(m, env, live) for m in pass_.memories}
         rate = b.mul(self.lower.vector(optimizer.rate, env), live)

@@ -63,8 +63,8 @@ class ExprLowering:
         """A scalar, a vector, or a matrix in its canonical axes."""
         b = self.b
         match e:
-            case sp.Num(value=v) | sp.Const(value=v):
-                return b.const(v)
+            case sp.Num(value=number) | sp.Const(value=number):
+                return b.const(number)
             case sp.Size(dim=d):
                 return b.size(d)
             case sp.Ref(name=name):
@@ -116,21 +116,20 @@ class ExprLowering:
             case sp.Ref(name=name):
                 return Matrix(env[name], *matrix_axes(e.shape))
             case sp.Transpose(m=m):
-                inner = self.matrix(m, env)
-                return Matrix(inner.node, inner.columns, inner.rows)
+                straight = self.matrix(m, env)
+                return Matrix(straight.node, straight.columns, straight.rows)
             case sp.Outer(a=x, b=y):
                 rows, columns = matrix_axes(e.shape)
-                return Matrix(
-                    self.b.mul(self.vector(x, env), self.b.rename(self.vector(y, env), y.shape[0], columns)), rows, columns
-                )
+                right = self.b.rename(self.vector(y, env), y.shape[0], columns)
+                return Matrix(self.b.mul(self.vector(x, env), right), rows, columns)
             case sp.Columns(fn=fn, m=m) | sp.Rows(fn=fn, m=m):
-                inner = self._nodes(m, env)
-                axis = inner.rows if isinstance(e, sp.Columns) else inner.columns
-                return Matrix(self.apply(fn, inner.node, axis, env), inner.rows, inner.columns)
+                at = self._nodes(m, env)
+                axis = at.rows if isinstance(e, sp.Columns) else at.columns
+                return Matrix(self.apply(fn, at.node, axis, env), at.rows, at.columns)
             case sp.ColumnsJacT(fn=fn, m=m, cot=cot) | sp.RowsJacT(fn=fn, m=m, cot=cot):
-                at, inner = self._nodes(m, env), self._nodes(cot, env)
+                at, back = self._nodes(m, env), self._nodes(cot, env)
                 axis = at.rows if isinstance(e, sp.ColumnsJacT) else at.columns
-                moved = inner.node if inner[1:] == at[1:] else self.canonical(inner, cot.shape)
+                moved = back.node if back[1:] == at[1:] else self.canonical(back, cot.shape)
                 return Matrix(self.jac_t(fn, at.node, moved, axis, env), at.rows, at.columns)
             case _:
                 return Matrix(self.vector(e, env), *matrix_axes(e.shape))
@@ -141,7 +140,7 @@ class ExprLowering:
             raise NotChunkable("a memory is used other than by a product with a vector")
         return _NodeMatrix(m.node, m.rows, m.columns)
 
-    def canonical(self, m: Matrix, shape: sp.Shape) -> Node:
+    def canonical(self, m: Matrix | _NodeMatrix, shape: sp.Shape) -> Node:
         """The matrix in the axes that its shape has."""
         if not isinstance(m.node, Node):
             raise NotChunkable("a memory is used other than by a product with a vector")
@@ -181,7 +180,9 @@ class ExprLowering:
 
     def apply(self, fn: str, x: Node, axis: str, env: Env) -> Node:
         """A vector function along one axis."""
-        return self.formula(self.jacobians[fn].value, self.symbols(fn, x, axis, env)) if fn != "softmax" else self.softmax(x, axis)
+        if fn == "softmax":
+            return self.softmax(x, axis)
+        return self.formula(self.jacobians[fn].value, self.symbols(fn, x, axis, env))
 
     def softmax(self, x: Node, axis: str) -> Node:
         weights = self.map("exp", self.b.sub(x, self.b.amax(x, {axis})))

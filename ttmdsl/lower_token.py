@@ -9,7 +9,9 @@ from __future__ import annotations
 from ttmdsl import spec as sp
 from ttmdsl.ir import Axes, Builder, Node, Program
 from ttmdsl.lower_expr import LOG2E, Env, ExprLowering, matrix_axes
+from ttmdsl.lower_optimizer import newton_schulz, wider
 from ttmdsl.rule import PassRule, UpdateRule
+from ttmdsl.state import momentum_name, point_name
 
 
 def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes) -> dict[str, Node]:
@@ -17,34 +19,11 @@ def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes) -> dict[str, 
     env: dict[str, Node] = {}
     for tensor in spec.tensors:
         per_token = tensor.kind != "param"
-        leaf = b.leaf("token" if per_token else "param", tensor.keyword, (*(token_axes if per_token else ()), *tensor.shape))
+        axes = (*token_axes, *tensor.shape) if per_token else tensor.shape
+        leaf = b.leaf("token" if per_token else "param", tensor.keyword, axes)
         is_decay = tensor.range == "decay"
         env[tensor.name] = b.label(b.map("exp2", b.mul(b.const(LOG2E), leaf)), tensor.name) if is_decay else leaf
     return env
-
-
-def momentum_name(memory: str) -> str:
-    """State key of the momentum of a memory."""
-    return f"{memory}_momentum"
-
-
-def point_name(memory: str) -> str:
-    """State key of the state at the current group's gradient point."""
-    return f"{memory}_point"
-
-
-def state_axes(spec: sp.LayerSpec) -> dict[str, Axes]:
-    """Axes, as rows and columns, of every matrix in the state: memories, momenta and gradient points."""
-    axes: dict[str, Axes] = {}
-    for p in spec.passes:
-        for m in p.memories:
-            names = [m.name]
-            if p.optimizer.kind == "momentum":
-                names.append(momentum_name(m.name))
-            if p.optimizer.batch > 1:
-                names.append(point_name(m.name))
-            axes |= dict.fromkeys(names, matrix_axes(m.shape))
-    return axes
 
 
 def lower_token(rule: UpdateRule) -> Program:
@@ -57,15 +36,23 @@ def lower_token(rule: UpdateRule) -> Program:
         env[name] = b.label(lower.vector(e, env), name)
     outputs: dict[str, Node] = {}
     for pass_, derived in zip(spec.passes, rule.passes, strict=True):
-        env[pass_.name] = _pass(lower, pass_, derived, env, outputs)
+        env[pass_.name] = _pass(lower, spec, pass_, derived, env, outputs)
     return Program("token", spec.dims, b, {"y": env[spec.passes[-1].name], **outputs})
 
 
-def _pass(lower: ExprLowering, pass_: sp.Pass, derived: PassRule, env: dict[str, Node], outputs: dict[str, Node]) -> Node:
+def _pass(
+    lower: ExprLowering,
+    spec: sp.LayerSpec,
+    pass_: sp.Pass,
+    derived: PassRule,
+    env: dict[str, Node],
+    outputs: dict[str, Node],
+) -> Node:
     b, optimizer = lower.b, pass_.optimizer
+    memories = (*pass_.memories, *derived.auxiliary)
     state: dict[str, Node] = {}
     point: dict[str, Node] = {}
-    for memory in pass_.memories:
+    for memory in memories:
         axes = matrix_axes(memory.shape)
         state[memory.name] = b.leaf("carry", memory.name, axes)
         if optimizer.batch > 1:
@@ -74,7 +61,7 @@ def _pass(lower: ExprLowering, pass_: sp.Pass, derived: PassRule, env: dict[str,
             outputs[f"carry:{point_name(memory.name)}"] = point[memory.name]
         else:
             point[memory.name] = state[memory.name]
-    kept = {m: lower.vector(e, {**env, **state}) for m, e in pass_.retention.items()}
+    kept = state | {m: lower.vector(e, {**env, **state}) for m, e in pass_.retention.items()}
     if optimizer.at == "retained":
         point = {m: lower.vector(e, {**env, **point}) for m, e in pass_.retention.items()}
     at_point: dict[str, Node] = {**env, **point}
@@ -82,13 +69,18 @@ def _pass(lower: ExprLowering, pass_: sp.Pass, derived: PassRule, env: dict[str,
         at_point[name] = b.label(lower.vector(e, at_point), name)
     rate = lower.vector(optimizer.rate, env)
     new: dict[str, Node] = {}
-    for memory in pass_.memories:
-        name = memory.name
-        step = b.mul(b.neg(rate), lower.vector(derived.gradients[name], at_point))
+    for memory in memories:
+        name, axes = memory.name, matrix_axes(memory.shape)
+        step = lower.vector(derived.gradients[name], at_point)
+        if optimizer.kind != "muon":
+            step = b.mul(b.neg(rate), step)
         if optimizer.decay is not None:
-            u = b.leaf("carry", momentum_name(name), matrix_axes(memory.shape))
-            step = b.add(b.mul(lower.vector(optimizer.decay, env), u), step)
+            push = b.mul(lower.vector(optimizer.decay, env), b.leaf("carry", momentum_name(name), axes))
+            step = b.expand(b.add(push, step), axes)
             outputs[f"carry:{momentum_name(name)}"] = b.label(step, momentum_name(name))
+        if optimizer.kind == "muon":
+            rows, columns = axes[::-1] if wider(spec, *memory.shape) else axes
+            step = b.mul(b.neg(rate), newton_schulz(b, step, rows, columns, optimizer.newton_schulz))
         new[name] = b.label(b.add(kept[name], step), f"{name}_step")
     for name, e in pass_.project.items():
         new[name] = lower.vector(e, {**env, **new})

@@ -13,13 +13,16 @@ SCALAR_FUNCTIONS = (
     *("exp", "log", "sqrt", "abs", "sign"),
     *("sigmoid", "silu", "tanh", "gelu", "relu", "softplus"),
 )
-FUNCTIONS = (*SCALAR_FUNCTIONS, "sum", "mean", "size", "softmax", "max", "min", "columns", "rows")
+# Of past tokens and of compile-time sizes; `window` is a clause that looks like one.
+PREPARED = ("delay", "power", "taylor", "residual", "window")
+_VECTOR = (*SCALAR_FUNCTIONS, "sum", "mean", "size", "softmax", "max", "min", "columns", "rows", "stop")
+FUNCTIONS = (*_VECTOR, "normalized", "last", *PREPARED)
 
 # Keywords of `op`, `step`, `Layer` and `load`, and the names that a generated module holds beside the spec's own.
 _GENERATED = (
     *("op", "step", "initial_state", "output_final_state", "cu_seqlens", "backend", "final_state"),
     *("hidden_size", "num_heads", "name_or_path", "text", "self", "cls", "state", "dtype", "device"),
-    *("SPEC", "INPUTS", "GATES", "PARAMS", "MEMORY", "CONSTS", "Layer", "State"),
+    *("SPEC", "INPUTS", "GATES", "PARAMS", "MEMORY", "CONSTS", "FEATURES", "Layer", "State"),
     *("torch", "triton", "tl", "nn", "F", "Tensor", "Any", "Callable", "TypeVar", "annotations", "typing", "math"),
     *("contextlib", "dataclasses", "difflib", "functools", "inspect", "os", "sys", "weakref"),
 )

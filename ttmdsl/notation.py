@@ -16,6 +16,7 @@ _GREEK = {
     "rho": "ρ", "sigma": "σ", "tau": "τ", "upsilon": "υ", "phi": "φ", "chi": "χ", "psi": "ψ", "omega": "ω",
 }  # fmt: skip
 _LATEX_NAME = {"eps": "epsilon", "lam": "lambda"}
+_SUBSCRIPTS = str.maketrans("0123456789+-ti", "₀₁₂₃₄₅₆₇₈₉₊₋ₜᵢ")
 _SUPERSCRIPTS = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 
 
@@ -34,6 +35,7 @@ class Style(Protocol):
     def parens(self, body: str) -> str: ...
     def subscript(self, base: str, index: str) -> str: ...
     def power(self, base: str, exponent: str) -> str: ...
+    def tensor_power(self, base: str, exponent: str) -> str: ...
     def fraction(self, a: str, b: str) -> str: ...
     def root(self, body: str) -> str: ...
     def transpose(self, m: str) -> str: ...
@@ -56,7 +58,7 @@ class Text:
         return _GREEK.get(stem, stem) + name[len(stem) :]
 
     def at_time(self, name: str, when: str) -> str:
-        return name + {"t": "ₜ", "t-1": "ₜ₋₁"}[when]
+        return name + when.translate(_SUBSCRIPTS)
 
     def primed(self, name: str) -> str:
         return f"{name}′"
@@ -77,6 +79,9 @@ class Text:
         if re.fullmatch(r"[0-9n+-]+", exponent):
             return base + exponent.translate(_SUPERSCRIPTS)
         return f"{base}^{exponent}" if re.fullmatch(r"[\w.]+", exponent) else f"{base}^({exponent})"
+
+    def tensor_power(self, base: str, exponent: str) -> str:
+        return f"{base}^⊗{exponent}"
 
     def fraction(self, a: str, b: str) -> str:
         return f"{a}/{b}"
@@ -158,6 +163,9 @@ class Latex:
 
     def power(self, base: str, exponent: str) -> str:
         return f"{_held(base)}^{{{exponent}}}"
+
+    def tensor_power(self, base: str, exponent: str) -> str:
+        return rf"{_held(base)}^{{\otimes {exponent}}}"
 
     def fraction(self, a: str, b: str) -> str:
         return rf"\frac{{{a}}}{{{b}}}"

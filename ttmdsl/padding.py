@@ -1,8 +1,9 @@
 """What a value's padding holds: dims are padded to the tile, and 60 must be as right as 64.
 
 Input: nodes. Output: for a value and one of its dim axes, what stands beyond the dim's end: `zero`; `finite`, any
-number; or `wild`, possibly infinite or NaN. Inputs are loaded with zeros there. A sum over an axis needs one operand that
-is zero beyond its end and none that is wild; the Triton emitter masks where this says it must.
+number; or `wild`, possibly infinite or NaN. Inputs are loaded with zeros there. A sum over an axis needs one operand
+that is zero beyond its end and none that is wild; the Triton emitter masks where this says it must. Functions that are
+infinite at 0 (`singular`) it masks where they stand, which is cheaper than masking every product they get into.
 """
 
 from __future__ import annotations
@@ -14,10 +15,6 @@ from ttmdsl.ir import Node, is_zero
 Padding: TypeAlias = Literal["zero", "finite", "wild"]
 _RANK: dict[Padding, int] = {"zero": 0, "finite": 1, "wild": 2}
 
-# f(0) = 0, and finite for finite arguments
-KEEPS_ZERO = frozenset("neg abs sign sqrt tanh erf step rename mask expand sum amax select".split())
-# infinite at 0, where padding often is
-SINGULAR = frozenset("recip rsqrt log2".split())
 
 
 class PaddingAnalysis:
@@ -34,27 +31,44 @@ class PaddingAnalysis:
         return self._known[key]
 
     def _find(self, node: Node, axis: str) -> Padding:
-        if node.op == "leaf" or is_zero(node):
+        if node.op == "leaf" or is_zero(node) or singular(node):
             return "zero"
         if node.op == "rename" and node.attr[1] == axis:
             return self.of(node.args[0], str(node.attr[0]))
         kinds: list[Padding] = [
             self.of(a, axis) if axis in a.axes else "zero" if is_zero(a) else "finite" for a in node.args
         ]
-        worst = max(kinds, key=_RANK.__getitem__, default="finite")
+        worst = _worst(kinds)
         if worst == "wild":
-            return "wild"
+            return worst
         match node.op:
-            case "mul" | "contract" | "decay_mix" | "decay_mix_t":
-                factors = kinds[:2]
-                return "zero" if "zero" in factors else "finite"
+            case "mul" | "contract":
+                return "zero" if "zero" in kinds else "finite"
+            case "decay_mix" | "decay_mix_t":
+                if _worst(kinds[2:]) != "zero":  # the exponent: a gap of any size
+                    return "wild"
+                return "zero" if "zero" in kinds[:2] else "finite"
+            case "exp2":  # 1 at zero; of any other number it may overflow
+                return "finite" if worst == "zero" else "wild"
+            case "sqrt":  # NaN below zero
+                return "zero" if worst == "zero" else "wild"
             case "pow":
-                return worst if float(node.attr[0]) > 0 else "wild"  # type: ignore[arg-type]
-            case op if op in SINGULAR:
-                return "wild"
-            case "exp2" | "sigmoid" | "cumsum" | "tri_inv" | "decay_dot":
+                return "zero" if worst == "zero" and float(node.attr[0]) > 0 else "wild"  # type: ignore[arg-type]
+            case "mask":
+                return worst if node.attr[1] == 0 else "wild"
+            case "sigmoid":
                 return "finite"
             case "select":
-                return max(kinds[1:], key=_RANK.__getitem__)
+                return _worst(kinds[1:])
             case _:
                 return worst  # keeps zero: f(0, ..., 0) = 0
+
+
+def singular(node: Node) -> bool:
+    """Whether a function is infinite at 0, where padding often is."""
+    return node.op in ("recip", "rsqrt", "log2") or (node.op == "pow" and float(node.attr[0]) < 0)  # type: ignore[arg-type]
+
+
+def _worst(kinds: list[Padding]) -> Padding:
+    """The least that can be said of several values together; of none, nothing but that it is a number."""
+    return max(kinds, key=_RANK.__getitem__) if kinds else "finite"

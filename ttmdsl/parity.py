@@ -6,7 +6,8 @@ them. Compares numbers only: it measures no time, prints nothing, and knows no l
 The reference runs in float64, on the same values that the backend gets after rounding to its dtype. Every quantity is
 compared by its relative RMS error. Where a quantity is much smaller than its family (all gradients of a run, or its
 output and states), what counts is the error relative to a fraction of the family: a gradient that is zero by symmetry
-is rounding noise, in any backend.
+is rounding noise, in any backend. Rates at which the recurrence itself diverges say nothing of a backend: where the
+reference in float32 is far from the reference in float64, the draw is repeated with smaller gates and params.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = dict[str, Tensor]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+
+# What gates and params are multiplied by, the first at which the reference is well-conditioned. Decays stay.
+_CALMER = (1.0, 1 / 4, 1 / 16, 1 / 64)
 
 # The fraction of its family's RMS below which a quantity counts as zero.
 _NOTHING = {torch.float64: 1e-5, torch.float32: 3e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
@@ -104,8 +108,13 @@ def sizes_of(module: Any, dims: Sequence[int]) -> dict[str, int]:
     return sizes
 
 
-def draw(module: Any, shape: Shape, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Drawn:
-    """Tensors for `op` on the CPU: vectors of about unit length, gates in their ranges, a state like the declared."""
+def draw(
+    module: Any, shape: Shape, *, dtype: torch.dtype = torch.float64, seed: int = 0, strength: float = 1.0
+) -> Drawn:
+    """Tensors for `op` on the CPU: vectors of about unit length, gates in their ranges, a state like the declared.
+
+    `strength` multiplies gates, params and momenta, decays left out.
+    """
     generator = torch.Generator().manual_seed(seed)
     sizes = sizes_of(module, shape.dims)
 
@@ -120,7 +129,8 @@ def draw(module: Any, shape: Shape, *, dtype: torch.dtype = torch.float64, seed:
     x = {key: t / math.sqrt(t.shape[-1]) if t.dim() > 3 else t for key, t in x.items()}
     gates = {key: normal(*lead, axes=axes) for key, axes in module.GATES.items()}
     params = {key: normal(shape.heads, axes=axes) for key, axes in module.PARAMS.items()}
-    x |= {key: in_range(t, module.RANGES[key]) for key, t in (gates | params).items()}
+    for key, t in (gates | params).items():
+        x[key] = in_range(t, module.RANGES[key]) * (1.0 if module.RANGES[key] == "decay" else strength)
 
     told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
     needed = any(dim not in told for axes in module.MEMORY.values() for dim in axes)
@@ -132,8 +142,11 @@ def draw(module: Any, shape: Shape, *, dtype: torch.dtype = torch.float64, seed:
             if key == "position":
                 state[key] = torch.arange(number) % 2
                 continue
-            like = module.INITIAL[key.removesuffix("_point")] if not key.endswith("_momentum") else "zero"
-            state[key] = _memory(normal(number, shape.heads, axes=axes), like)
+            drawn = normal(number, shape.heads, axes=axes)
+            if key.endswith("_momentum"):  # a sum of past steps, small as they are
+                state[key] = _memory(drawn, "zero") * strength / 4
+            else:
+                state[key] = _memory(drawn, module.INITIAL[key.removesuffix("_point")])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return Drawn(
         {key: t.to(dtype) for key, t in x.items()},
@@ -278,6 +291,20 @@ def _rows(
             yield Row(backend, str(dtype).removeprefix("torch."), shape.label, key, error, exact, error <= exact)
 
 
+def _steady(
+    module: Any, shape: Shape, dtype: torch.dtype, device: torch.device, oracle: str, seed: int
+) -> tuple[Drawn, dict[str, Tensors]]:
+    """The draw to compare at, and what the oracle makes of it in float64."""
+    for strength in _CALMER:
+        drawn = draw(module, shape, dtype=dtype, seed=seed, strength=strength)
+        exact, rounded = (_leaves(drawn, wide, device) for wide in (torch.float64, torch.float32))
+        expected = _quantities(exact, *_by_oracle(module, exact, oracle), seed)
+        found = _quantities(rounded, *_by_oracle(module, rounded, oracle), seed)
+        if all(row.ok for row in _rows(oracle, torch.float32, shape, found, expected)):
+            break
+    return drawn, expected
+
+
 def available(module: Any, device: torch.device) -> tuple[str, ...]:
     """The backends that can run on the device: triton on a GPU, or where Triton interprets its kernels."""
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -305,15 +332,13 @@ def parity(
     rows: list[Row] = []
     for number, shape in enumerate(SHAPES if shapes is None else shapes):
         for dtype in dtypes:
-            drawn = draw(module, shape, dtype=dtype, seed=seed + number)
-            exact = _leaves(drawn, torch.float64, device)
-            expected = _quantities(exact, *_by_oracle(module, exact, oracle), seed)
+            drawn, expected = _steady(module, shape, dtype, device, oracle, seed + number)
             for backend in backends:
                 if backend == "triton" and dtype == torch.float64:
                     continue
                 leaves = _leaves(drawn, None, device)
                 try:
-                    got = _quantities(leaves, *_by_backend(module, leaves, shape, backend), seed)
+                    got = _quantities(leaves, *_by_backend(module, leaves, shape, backend), seed + number)
                 except Exception as error:
                     raise RuntimeError(f"{backend}, {dtype}, {shape.label}: {type(error).__name__}: {error}") from error
                 rows.extend(_rows(backend, dtype, shape, got, expected))

@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 MAX_NUMBER = 1e38  # float32 ends at 3.4e38
 
 CHOICES = ("memory", "bias", "retention", "optimizer", "project", "read")
-CLAUSES = ("dim", "input", "gate", "param", "const", "fn", "let", *CHOICES, "pass")
+CLAUSES = ("dim", "input", "gate", "param", "const", "fn", "let", "feature", *CHOICES, "pass")
 
 _OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "AT", "CIRCUMFLEX"}
 _WORDS = {
@@ -36,6 +36,8 @@ _WORDS = {
     "$END": "the end of the file",
     "_LAYER": "`layer`",
     "_WHEN": "`when`",
+    "_WINDOW": "`window`",
+    "_OF": "`of`",
     "COMMA": "`,`",
     "COLON": "`:`",
     "EQUAL": "`=`",
@@ -237,11 +239,17 @@ class _Build(Transformer_NonRecursive[Token, syntax.Layer]):
     def let(self, meta: Meta, name: Token, value: syntax.Expr) -> syntax.Let:
         return syntax.Let(_name(name), value, _at(meta))
 
+    def feature(self, meta: Meta, name: Token, kernel: syntax.Expr) -> syntax.FeatureClause:
+        return syntax.FeatureClause(_name(name), kernel, _at(meta))
+
     def memories(self, meta: Meta, *items: syntax.MemoryItem) -> syntax.Memories:
         return syntax.Memories(items, _at(meta))
 
-    def bias(self, meta: Meta, value: syntax.Expr) -> syntax.Bias:
-        return syntax.Bias(value, _at(meta))
+    def bias(self, meta: Meta, window: syntax.Window | None, value: syntax.Expr) -> syntax.Bias:
+        return syntax.Bias(window, value, _at(meta))
+
+    def window(self, meta: Meta, size: syntax.Expr, *settings: syntax.Setting) -> syntax.Window:
+        return syntax.Window(size, settings, _at(meta))
 
     def retention(self, meta: Meta, *values: syntax.Expr) -> syntax.Retention:
         return syntax.Retention(values, _at(meta))
@@ -264,9 +272,21 @@ class _Build(Transformer_NonRecursive[Token, syntax.Layer]):
         return syntax.ConstantItem(_name(name), value, _at(meta))
 
     def memory(
-        self, meta: Meta, name: Token, shape: tuple[syntax.Name, ...], initial: syntax.Name | syntax.Number | None
+        self, meta: Meta, name: Token, shape: tuple[syntax.Extent, ...], initial: syntax.Name | syntax.Number | None
     ) -> syntax.MemoryItem:
         return syntax.MemoryItem(_name(name), shape, initial, _at(meta))
+
+    def extents(self, meta: Meta, *items: syntax.Extent) -> tuple[syntax.Extent, ...]:
+        return items
+
+    def extent(self, meta: Meta, base: Token) -> syntax.Extent:
+        return syntax.Extent(_name(base), None, None, _at(meta))
+
+    def extent_power(self, meta: Meta, base: Token, order: syntax.Name | syntax.Number) -> syntax.Extent:
+        return syntax.Extent(_name(base), syntax.Name("power", _at(meta)), order, _at(meta))
+
+    def extent_of(self, meta: Meta, kind: Token, base: Token, order: syntax.Name | syntax.Number) -> syntax.Extent:
+        return syntax.Extent(_name(base), _name(kind), order, _at(meta))
 
     def setting(self, meta: Meta, name: Token, value: syntax.Expr) -> syntax.Setting:
         return syntax.Setting(_name(name), value, _at(meta))
@@ -305,8 +325,8 @@ class _Build(Transformer_NonRecursive[Token, syntax.Layer]):
     def call(self, meta: Meta, fn: Token, *args: syntax.Expr) -> syntax.Call:
         return syntax.Call(_name(fn), args, _at(meta))
 
-    def element(self, meta: Meta, x: syntax.Expr, index: Token) -> syntax.Element:
-        return syntax.Element(x, _name(index), _at(meta))
+    def element(self, meta: Meta, x: syntax.Expr, index: syntax.Expr) -> syntax.Element:
+        return syntax.Element(x, index, _at(meta))
 
     def bars(self, meta: Meta, x: syntax.Expr, subscript: Token | None) -> syntax.Bars:
         p: syntax.Name | syntax.Number | None = None
@@ -317,6 +337,10 @@ class _Build(Transformer_NonRecursive[Token, syntax.Layer]):
 
     def inner(self, meta: Meta, a: syntax.Expr, b: syntax.Expr) -> syntax.Pairing:
         return syntax.Pairing(a, b, _at(meta))
+
+    def slots(self, meta: Meta) -> syntax.Pairing:
+        slot = syntax.Name(".", _at(meta))
+        return syntax.Pairing(slot, slot, _at(meta))
 
     def group(self, meta: Meta, *items: syntax.Expr) -> syntax.Group:
         return syntax.Group(items, _at(meta))

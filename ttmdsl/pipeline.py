@@ -91,12 +91,21 @@ def _show_rule(rule: Any) -> str:
     return explain(rule)
 
 
+def _show_programs(lowered: Any) -> str:
+    parts = [lowered.title]
+    for name in ("token", "chunk", "resumed"):
+        form = getattr(lowered, name)
+        if form is not None:
+            parts += [f"# {name}, forward\n{form.forward}", f"# {name}, backward\n{form.backward}"]
+    return "\n\n".join(parts)
+
+
 # The compiler. Derivation, lowering and reverse mode know neither torch nor triton.
 STAGES = (
     Stage("parse", _parse, _show_data),  # text to a syntax tree
     Stage("check", _check, _show_data),  # every name resolved, every shape known: LayerSpec
     Stage("derive", _derive, _show_rule),  # closed-form, factored gradients: UpdateRule
-    Stage("lower", _lower),  # chunk and token programs, forward and backward
+    Stage("lower", _lower, _show_programs),  # chunk and token programs, forward and backward
     Stage("emit", _emit),  # the module's source text
 )
 

@@ -1,22 +1,30 @@
 """Which kernels compute a form, and what each one loads and stores. Plans are data.
 
 Input: a `Form`. Output: `Plan`, a list of kernels for the forward and one for the backward pass. A kernel is a slice of a
-program: some of its outputs, and all they need. Forward is one scan. Backward is split by dependence: a scan for the
-cotangents of the carries alone, then kernels that run for all chunks at once and share the gradients of the inputs
-among them. The exact sequential form keeps its own backward in one kernel (see codegen/triton_token.py.j2).
+program: some of its outputs, and all they need, down to what an earlier kernel has saved.
+
+- Forward is one scan. What is dear and free of the carry (a triangular inverse, products under decays per channel) is
+  computed for all chunks at once before it, and saved for the backward pass.
+- Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks at
+  once and share the gradients of the inputs among them.
+- The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
+
 Does not choose tile sizes or warps: that is the launch's business (codegen/triton.py.j2).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ttmdsl.ir import Node, Program, depends_on, reachable
+from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
 
 Kind = Literal["scan", "map"]
+MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
+DEAR = frozenset({"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"})
 
 
 @dataclass(frozen=True)
@@ -25,30 +33,37 @@ class Kernel:
 
     scan: one program for every sequence and head walks over the units and carries `carried` (leaf name to node at the
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
-    and head. `outputs` are stored at every unit. `blocked` is a dim that the grid may split, or "".
+    and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
+    `blocked` is a dim that the grid may split, or "".
     """
 
     name: str
     kind: Kind
     program: Program
-    reverse: bool
-    outputs: dict[str, Node]
-    carried: dict[str, Node]
-    keeps: tuple[str, ...]
-    blocked: str
+    reverse: bool = False
+    outputs: tuple[tuple[str, Node], ...] = ()
+    carried: tuple[tuple[str, Node], ...] = ()
+    keeps: tuple[str, ...] = ()
+    saves: tuple[Node, ...] = ()
+    given: tuple[Node, ...] = ()
+    blocked: str = ""
 
     @property
     def roots(self) -> list[Node]:
-        return [*self.outputs.values(), *self.carried.values()]
+        return [*(v for _, v in self.outputs), *self.saves, *(v for _, v in self.carried)]
+
+    def nodes(self) -> list[Node]:
+        """What this kernel computes or loads, operands first; saved values are loaded."""
+        return slice_(self.roots, self.given)
 
     def leaves(self) -> list[Node]:
         """Leaves that this slice needs."""
-        return [n for n in reachable(self.roots) if n.op == "leaf"]
+        return [n for n in self.nodes() if n.op == "leaf"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of one form, in the order in which they run."""
+    """The kernels of one form, in the order in which they run; `saved` pass from the forward to the backward kernels."""
 
     name: str
     forward: tuple[Kernel, ...]
@@ -57,11 +72,32 @@ class Plan:
     def kernels(self) -> tuple[Kernel, ...]:
         return self.forward + self.backward
 
+    @property
+    def saved(self) -> tuple[Node, ...]:
+        return tuple(n for k in self.forward for n in k.saves)
 
-def free_axis(program: Program, roots: Iterable[Node]) -> str:
+
+def slice_(roots: Iterable[Node], given: Iterable[Node] = ()) -> list[Node]:
+    """The roots and all they need, not looking below what is given."""
+    known = set(given)
+    order: dict[Node, None] = {}
+    stack = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        node, ready = stack.pop()
+        if node in order:
+            continue
+        if ready or node in known:
+            order[node] = None
+        else:
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+    return list(order)
+
+
+def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = ()) -> str:
     """A dim that no value under the roots is summed over and that every root has: blocks of it are independent."""
-    roots = list(roots)
-    nodes = reachable(roots)
+    roots, known = list(roots), set(given)
+    nodes = [n for n in slice_(roots, known) if n not in known]
     summed = {axis for n in nodes for axis in n.reduced} | {str(n.attr[0]) for n in nodes if n.op == "cumsum"}
     renamed = {str(a) for n in nodes if n.op == "rename" for a in n.attr}
     for dim in program.dims:
@@ -78,28 +114,126 @@ def carries(program: Program) -> dict[str, Node]:
 def plan(name: str, form: Form, groups: int = 2) -> Plan:
     """The kernels of a chunk form; `groups` is how many kernels share the gradients of the inputs."""
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
-    kept = tuple(n.name for n in form.backward.leaves() if n.role == "carry")
-    forward = _scan(f"_{name}_forward_kernel", form.forward, y, kept, False)
     gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
-    used = {n.name for n in reachable(gradients.values()) if n.role == "cocarry"}
-    backward = [_scan(f"_{name}_backward_scan_kernel", form.backward, {}, tuple(sorted(used)), True)]
+    kept = tuple(n.name for n in form.backward.leaves() if n.role == "carry")
+    ends = [*y.values(), *carries(form.forward).values()]
+    later = [*carries(form.backward).values(), *gradients.values()]
+
+    dear = any(n.op in DEAR and n not in tied(form.forward, "carry") for n in slice_(ends))
+    before = _prologue(f"_{name}_forward_free", form.forward, ends, "carry", ()) if dear else None
+    saved = before.saves if before else ()
+    cuts = _cuts(form.forward, ends, later, saved, tied(form.forward, "carry"), 2)
+    forward = _scan(f"_{name}_forward_scan", form.forward, y, kept, False, saved, cuts)
+    saved += cuts
+
+    d_ends = list(carries(form.backward).values())
+    free = _prologue(f"_{name}_backward_free", form.backward, d_ends, "cocarry", saved)
+    saved += free.saves if free else ()
+    cuts = _cuts(form.backward, d_ends, gradients.values(), saved, tied(form.backward, "cocarry"), 1)
+    used = {n.name for n in slice_(gradients.values(), (*saved, *cuts)) if n.role == "cocarry"}
+    backward = [_scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
+    saved += cuts
     for i, share in enumerate(split(form.backward, gradients, groups)):
-        outputs = {k: gradients[k] for k in share}
-        backward.append(Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, False, outputs, {}, (), ""))
-    return Plan(name, (forward,), tuple(backward))
+        outputs = tuple((k, gradients[k]) for k in share)
+        backward.append(_giving(Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs), saved))
+    return Plan(name, (*([before] if before else []), forward), (*([free] if free else []), *backward))
 
 
-def _scan(name: str, program: Program, outputs: dict[str, Node], keeps: tuple[str, ...], reverse: bool) -> Kernel:
+def tied(program: Program, role: str) -> set[Node]:
+    """Nodes that depend on what is handed from unit to unit: the carries, or in a backward program their cotangents."""
+    return depends_on(program.outputs.values(), [n for n in program.leaves() if n.role == role])
+
+
+def _dots(roots: Iterable[Node], given: Iterable[Node]) -> int:
+    """How many products of tiles a slice holds."""
+    known = set(given)
+    return sum(n.op == "contract" and len(n.axes) == 2 for n in slice_(roots, known) if n not in known)
+
+
+def _cuts(
+    program: Program, roots: Iterable[Node], later: Iterable[Node], given: tuple[Node, ...], chained: set[Node], least: int
+) -> tuple[Node, ...]:
+    """Values that a scan saves, one per token, that would cost later kernels `least` products or more."""
+    later = list(later)
+    needed = set(slice_(later, given))
+    found: tuple[Node, ...] = ()
+    while len(found) < MOST_CUTS:
+        have = (*given, *found)
+        candidates = [
+            n
+            for n in slice_(roots, have)
+            if n in needed and n in chained and n not in have and n.op not in ("leaf", "rename", "expand")
+            if len(n.axes) == 2 and n.axes[0] == "t" and n.axes[1] not in TOKEN_AXES
+        ]
+        total = _dots(later, have)
+        best = max(candidates, key=lambda n: total - _dots(later, (*have, n)), default=None)
+        if best is None or total - _dots(later, (*have, best)) < least:
+            break
+        found += (best,)
+    return found
+
+
+def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, given: tuple[Node, ...]) -> Kernel | None:
+    """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear."""
+    chained = tied(program, role)
+    nodes = slice_(roots, given)
+    chain = [n for n in nodes if n in chained and n not in given]
+    border = dict.fromkeys(a for n in chain for a in n.args if a not in chained and len(a.axes) == 2)
+    sources = {n: _sources(n, given) for n in border}
+    uses = Counter(s for found in sources.values() for s in found)
+    saves: dict[Node, None] = {}
+    for n, found in sources.items():
+        # the products that a value needs are saved, unless it alone needs several of them
+        alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
+        saves.update(dict.fromkeys([n] if alone else found))
+    return _giving(Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)), given) if saves else None
+
+
+def _sources(node: Node, given: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The products of tiles, and other dear values, that a value follows from without another product."""
+    known = set(given)
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n in known:
+            continue
+        if n.op in DEAR or (n.op == "contract" and len(n.axes) == 2):
+            found[n] = None
+        else:
+            stack.extend(n.args)
+    return tuple(found)
+
+
+def _scan(
+    name: str,
+    program: Program,
+    outputs: dict[str, Node],
+    keeps: tuple[str, ...],
+    reverse: bool,
+    saved: tuple[Node, ...],
+    cuts: tuple[Node, ...],
+) -> Kernel:
     carried = carries(program)
-    return Kernel(
-        name, "scan", program, reverse, outputs, carried, keeps, free_axis(program, [*outputs.values(), *carried.values()])
+    blocked = free_axis(program, [*outputs.values(), *carried.values(), *cuts], saved)
+    kernel = Kernel(
+        f"{name}_kernel", "scan", program, reverse, tuple(outputs.items()), tuple(carried.items()), keeps, cuts, blocked=blocked
     )
+    return _giving(kernel, saved)
+
+
+def _giving(kernel: Kernel, saved: tuple[Node, ...]) -> Kernel:
+    """The kernel with those saved values that it needs."""
+    from dataclasses import replace
+
+    needed = set(slice_(kernel.roots, saved))
+    return replace(kernel, given=tuple(n for n in saved if n in needed and n not in kernel.saves))
 
 
 def split(program: Program, gradients: dict[str, Node], groups: int) -> list[list[str]]:
     """Shares the gradients among kernels so that each does about as much work and little of it twice."""
     heavy = {
-        k: {n for n in reachable([v]) if n.op in ("contract", "tri_inv", "decay_dot", "decay_mix", "decay_mix_t")}
+        k: {n for n in reachable([v]) if n.op == "contract" or n.op in DEAR}
         & depends_on([v], [n for n in program.leaves() if n.role in ("cot", "cocarry")])
         for k, v in gradients.items()
     }

@@ -22,8 +22,11 @@ from ttmdsl.spec import (
     Binary,
     Columns,
     ColumnsJacT,
+    Component,
     Const,
+    Delay,
     Expr,
+    Features,
     Inner,
     JacT,
     Map,
@@ -37,6 +40,7 @@ from ttmdsl.spec import (
     RowsJacT,
     Shape,
     Size,
+    Stop,
     Total,
     Transpose,
 )
@@ -119,6 +123,16 @@ class Printer:
                 return style.call(style.function("sum"), self.expr(x)), Level.ATOM
             case Mean(x=x):
                 return style.call(style.function("mean"), self.expr(x)), Level.ATOM
+            case Delay(x=x, by=by):
+                return style.at_time(self.expr(x, Level.ATOM), f"t-{by}"), Level.ATOM
+            case Component(x=x, index=index):
+                return style.subscript(self.expr(x, Level.ATOM), str(index)), Level.ATOM
+            case Features(x=x, kind="power", order=order):
+                return style.tensor_power(self.expr(x, Level.ATOM), str(order)), Level.ATOM
+            case Features(x=x, order=order):
+                return style.call(style.subscript(style.function("taylor"), str(order)), self.expr(x)), Level.ATOM
+            case Stop(x=x):
+                return style.call(style.function("stop"), self.expr(x)), Level.ATOM
             case Apply(fn=fn, x=m) | Columns(fn=fn, m=m):
                 return style.call(style.name(fn, 0), self.expr(m)), Level.ATOM
             case Rows(fn=fn, m=m):

@@ -127,11 +127,12 @@ class Printer:
     arguments: tuple[str, ...] = ()
     locals: dict[str, str] = field(default_factory=dict)
     definitions: list[tuple[str, str]] = field(default_factory=list)
+    stopped: bool = False  # inside of stop(...), where memories are not what is differentiated
 
     def local(self, name: str, source: str = "") -> str:
         """The local variable that holds the spec's `name`; `source` fetches it."""
         if name not in self.locals:
-            local = name
+            local = name.replace("|", "")
             while _RESERVED.fullmatch(local) or local in self.arguments or local in self.locals.values():
                 local += "_"
             self.locals[name] = local
@@ -201,6 +202,10 @@ class Printer:
                 return _number(value)
             case s.Size(dim):
                 return Code(size_of(self.spec, dim), None)
+            case s.Stop(x):
+                return replace(self, stopped=True).expr(x)
+            case s.Ref(name, "memory", shape) if self.stopped:
+                return Code(self.local(f"|{name}|", f'x["|stopped|"]["{name}"]'), shape)
             case s.Ref(name, kind, shape):
                 return Code(self.local(name, _source(name, kind)), shape)
             case s.Map(fn, x):

@@ -7,13 +7,14 @@ Does not know kernels or plans.
 from __future__ import annotations
 
 from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, base_dim, constant
-from ttmdsl.padding import PaddingAnalysis
-from ttmdsl.printer import Names, Printer, under
+from ttmdsl.padding import PaddingAnalysis, singular
+from ttmdsl.printer import Names, Printer, operands, strip
 
 CALLS = {
     "exp2": "tl.exp2", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "erf": "tl.erf", "abs": "tl.abs",
     "sigmoid": "tl.sigmoid",
 }  # fmt: skip
+NEGATIVE_INFINITY = 'float("-inf")'
 
 
 def at(text: str, axes: Axes, target: Axes) -> str:
@@ -23,26 +24,47 @@ def at(text: str, axes: Axes, target: Axes) -> str:
     return f"{text}[{', '.join(':' if x in axes else 'None' for x in target)}]"
 
 
+def extent(axis: str) -> str:
+    """An axis' size; with a prefix, because a dim may have any name, those of the frame's variables too."""
+    return f"N_{base_dim(axis)}"
+
+
 def shape(axes: Axes) -> str:
     """The tile's shape."""
     return "[" + ", ".join("BT" if x in TOKEN_AXES else f"P_{base_dim(x)}" for x in axes) + "]"
 
 
 class TritonPrinter(Printer):
-    """Prints the values of one kernel."""
+    """Prints the values of one kernel.
 
-    def __init__(self, builder: Builder, names: Names) -> None:
+    Products of a chunk's tiles take the inputs' dtype. What a token program multiplies is the state, again and again
+    (Newton-Schulz): it takes float32, as the triangular inverse does.
+    """
+
+    def __init__(self, builder: Builder, names: Names, unit: str) -> None:
         super().__init__(builder, names)
+        self.dot = "tl.float32, INVERSE" if unit == "token" else "DOT, PRECISION"
         self.padding = PaddingAnalysis()
+        self.loaded: set[Node] = set()  # values that an earlier kernel saved, in the inputs' dtype
+
+    def raw(self, node: Node) -> bool:
+        """Whether a value still has the dtype it was loaded in, as products of tiles want it."""
+        while node.op == "rename":
+            node = node.args[0]
+        return node in self.loaded or node.role in ("token", "cot") and any(x not in TOKEN_AXES for x in node.axes)
+
+    def wide(self, node: Node) -> str:
+        """A value in float32."""
+        return f"{self.text[node]}.to(tl.float32)" if self.raw(node) else self.text[node]
 
     def operand(self, node: Node, target: Axes) -> str:
         """A value among the target's axes."""
-        return at(self.text[node], node.axes, target) if any(n.op == "leaf" for n in under([node])) else self.text[node]
+        return at(self.wide(node), node.axes, target) if self.is_tile(node) else self.text[node]
 
     def tile(self, node: Node) -> str:
         """A value as a tile of its full shape, constants too."""
         number = constant(node)
-        return self.text[node] if number is None else f"tl.full({shape(node.axes)}, {number!r}, tl.float32)"
+        return self.wide(node) if number is None else f"tl.full({shape(node.axes)}, {number!r}, tl.float32)"
 
     def inside(self, axis: str, target: Axes) -> str:
         """A mask: true before the end of the dim."""
@@ -53,11 +75,12 @@ class TritonPrinter(Printer):
         if not axes:
             return self.tile(node)
         keep = " & ".join(self.inside(x, node.axes) for x in axes)
-        return f"tl.where({keep}, {self.tile(node)}, {fill})"
+        return f"tl.where({keep}, {strip(self.tile(node))}, {fill})"
 
     def sanitized(self, node: Node) -> str:
         """The value with zero beyond the end of every dim, as a carry must be."""
-        return self.masked(node, tuple(x for x in node.axes if x not in TOKEN_AXES and self.padding.of(node, x) != "zero"))
+        dims = (x for x in node.axes if x not in TOKEN_AXES)
+        return self.masked(node, tuple(x for x in dims if self.padding.of(node, x) != "zero"))
 
     def _summands(self, nodes: tuple[Node, ...], over: Axes) -> list[str]:
         """Texts of the factors of a sum over axes, masked so that padding adds nothing."""
@@ -72,35 +95,28 @@ class TritonPrinter(Printer):
 
     def expression(self, node: Node) -> str:
         axes, args = node.axes, node.args
-        ops = [self.operand(a, axes) for a in args]
+        ops = [self.operand(a, axes) for a in operands(node)]
         match node.op:
-            case "const":
-                value = float(node.value or 0.0)
-                return repr(value) if value >= 0 else f"({value!r})"
+            case "const" | "neg" | "mul" | "add":
+                return self.arithmetic(node)
             case "size":
-                return str(node.attr[0])
-            case "add":
-                if args[1].op == "neg":
-                    return f"({ops[0]} - {self.operand(args[1].args[0], axes)})"
-                return f"({ops[0]} + {ops[1]})"
-            case "neg":
-                return f"(-{ops[0]})"
-            case "mul":
-                return f"({ops[0]} * {ops[1]})"
+                return extent(str(node.attr[0]))
             case "recip":
-                return f"(1.0 / {ops[0]})"
+                return self._tame(node, f"1.0 / {ops[0]}")
+            case "rsqrt" | "log2":
+                return self._tame(node, f"{CALLS[node.op]}({strip(ops[0])})")
             case "pow":
-                return f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))"  # type: ignore[arg-type]
+                return self._tame(node, f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))")  # type: ignore[arg-type]
             case "tanh":
                 return f"(2.0 * tl.sigmoid(2.0 * {ops[0]}) - 1.0)"
             case "max" | "min":
-                return f"tl.{node.op}imum({ops[0]}, {ops[1]})"
+                return f"tl.{node.op}imum({strip(ops[0])}, {strip(ops[1])})"
             case "sign":
                 return f"tl.where({ops[0]} > 0, 1.0, tl.where({ops[0]} < 0, -1.0, 0.0))"
             case "step":
                 return f"tl.where({ops[0]} > 0, 1.0, 0.0)"
             case "select":
-                return f"tl.where({self.text[args[0]]}, {ops[1]}, {ops[2]})"
+                return f"tl.where({self.text[args[0]]}, {strip(ops[1])}, {strip(ops[2])})"
             case "expand":
                 return ops[0]
             case "rename":
@@ -111,12 +127,12 @@ class TritonPrinter(Printer):
                 return self._reduce("sum", self._summands(args, node.reduced)[0], args[0].axes, node.reduced)
             case "amax":
                 dims = tuple(x for x in node.reduced if x not in TOKEN_AXES)
-                return self._reduce("max", self.masked(args[0], dims, "float('-inf')"), args[0].axes, node.reduced)
+                return self._reduce("max", self.masked(args[0], dims, NEGATIVE_INFINITY), args[0].axes, node.reduced)
             case "contract":
                 return self._contract(node)
             case "mask":
                 fill = float(node.attr[1])  # type: ignore[arg-type]
-                return f"tl.where({node.attr[0]}, {ops[0]}, {'0.0' if fill == 0 else chr(34).join(['float(', '-inf', ')'])})"
+                return f"tl.where({node.attr[0]}, {strip(ops[0])}, {'0.0' if fill == 0 else NEGATIVE_INFINITY})"
             case "cumsum":
                 reverse = ", reverse=True" if node.attr[1] else ""
                 return f"tl.cumsum({self.tile(args[0])}, {axes.index(str(node.attr[0]))}{reverse})"
@@ -126,10 +142,17 @@ class TritonPrinter(Printer):
                 texts = [self.tile(a) for a in args]
                 if node.op == "decay_dot":
                     q, k = self._summands(args[:2], (str(node.attr[1]),))
-                    texts[:2] = [q, k]
+                    texts = [q, k, *map(self.sanitized, args[2:])]
                 return f"_tile_{node.op}({', '.join(texts)}, {node.attr[0]}, BT)"
             case _:
-                return f"{CALLS[node.op]}({ops[0]})"
+                return f"{CALLS[node.op]}({strip(ops[0])})"
+
+    def _tame(self, node: Node, text: str) -> str:
+        """A function; if it is infinite at 0, with 0 beyond the ends of the dims."""
+        dims = [x for x in node.axes if x not in TOKEN_AXES]
+        if not dims or not singular(node):
+            return f"({text})"
+        return f"tl.where({' & '.join(self.inside(x, node.axes) for x in dims)}, {text}, 0.0)"
 
     def _reduce(self, how: str, text: str, axes: Axes, over: Axes) -> str:
         for x in sorted(over, key=axes.index, reverse=True):
@@ -142,11 +165,12 @@ class TritonPrinter(Printer):
         left, right = self._summands((a, b), over)
         shared = [x for x in a.axes if x in b.axes and x not in over]
         if len(over) == 1 and not shared and len(a.axes) == len(b.axes) == 2:
+            left, right = (t.removesuffix(".to(tl.float32)") if self.raw(n) else t for n, t in ((a, left), (b, right)))
             if node.axes[0] in b.axes:
                 a, b, left, right = b, a, right, left
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
-            return f"_tile_dot({left}, {right}, DOT, PRECISION)"
+            return f"_tile_dot({left}, {right}, {self.dot})"
         union = self.builder.order((*a.axes, *b.axes))
         product = f"{at(left, a.axes, union)} * {at(right, b.axes, union)}"
         return self._reduce("sum", product, union, over)
@@ -159,14 +183,14 @@ def offsets(axes: Axes, order: Axes) -> str:
     """Offsets of a tile inside a row-major block whose dims are `order`; axes are the tile's dims."""
     terms = []
     for x in axes:
-        stride = [base_dim(y) for y in order[order.index(x) + 1 :]]
+        stride = [extent(y) for y in order[order.index(x) + 1 :]]
         terms.append(" * ".join([at(f"o_{base_dim(x)}", (x,), axes), *stride]))
     return " + ".join(terms)
 
 
 def size(order: Axes) -> str:
     """Number of elements of a block."""
-    return " * ".join(base_dim(x) for x in order)
+    return " * ".join(extent(x) for x in order)
 
 
 def inside(axes: Axes) -> str:
@@ -174,33 +198,37 @@ def inside(axes: Axes) -> str:
     return " & ".join(at(f"m_{base_dim(x)}", (x,), axes) for x in axes)
 
 
-def _block(base: str, axes: Axes, order: Axes) -> str:
-    return f"({base}) * ({size(order)}) + {offsets(axes, order)}" if order else base
+def _block(pointer: str, base: str, axes: Axes, order: Axes) -> str:
+    """Address of a block: the base in 64 bits, what is inside in 32."""
+    if not order:
+        return f"{pointer} + ({base})"
+    return f"({pointer} + ({base}) * ({size(order)})) + ({offsets(axes, order)})"
 
 
 def load_block(pointer: str, base: str, axes: Axes, order: Axes) -> str:
     """Loads the tile at block number `base` of a row-major array of blocks; zero beyond the dims' ends."""
     mask = f", mask={inside(axes)}, other=0.0" if axes else ""
-    return f"tl.load({pointer} + {_block(base, axes, order)}{mask}).to(tl.float32)"
+    return f"tl.load({_block(pointer, base, axes, order)}{mask}).to(tl.float32)"
 
 
 def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> str:
     mask = f", mask={inside(axes)}" if axes else ""
-    return f"tl.store({pointer} + {_block(base, axes, order)}, {text}{mask})"
+    return f"tl.store({_block(pointer, base, axes, order)}, {text}{mask})"
 
 
 def token_address(pointer: str, axes: Axes, order: Axes) -> str:
     """Address of a per-token tile: rows of [B * T, H, *order] for the chunk's tokens, or one token's block."""
     dims = tuple(x for x in axes if x != "t")
     if "t" not in axes:
-        return f"{pointer} + {_block('row_h', dims, order)}"
-    rows = at("row_h", ("t",), axes)
+        return _block(pointer, "row_h", dims, order)
+    rows = at("row", ("t",), axes)
     if not dims:
-        return f"{pointer} + {rows}"
-    inner = " + ".join(
-        " * ".join([at(f"o_{base_dim(x)}", (x,), axes), *(base_dim(y) for y in order[order.index(x) + 1 :])]) for x in dims
-    )
-    return f"{pointer} + {rows} * ({size(order)}) + {inner}"
+        return f"({pointer} + head) + {rows}"
+    terms = []
+    for x in dims:
+        stride = [extent(y) for y in order[order.index(x) + 1 :]]
+        terms.append(" * ".join([at(f"o_{base_dim(x)}", (x,), axes), *stride]))
+    return f"({pointer} + head * ({size(order)})) + ({rows} * ({size(order)}) + {' + '.join(terms)})"
 
 
 def token_mask(axes: Axes, live: bool) -> str:
@@ -212,9 +240,37 @@ def token_mask(axes: Axes, live: bool) -> str:
 def load_token(pointer: str, axes: Axes, order: Axes, live: bool = False) -> str:
     """Loads per-token values; with `live`, zero where there is no token, else some token's value."""
     mask = token_mask(axes, live)
-    return f"tl.load({token_address(pointer, axes, order)}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
+    text = f"tl.load({token_address(pointer, axes, order)}{f', mask={mask}, other=0.0' if mask else ''})"
+    return text if any(x != "t" for x in axes) else f"{text}.to(tl.float32)"
 
 
 def store_token(pointer: str, axes: Axes, order: Axes, text: str) -> str:
     mask = token_mask(axes, True)
     return f"tl.store({token_address(pointer, axes, order)}, {text}{f', mask={mask}' if mask else ''})"
+
+
+# ---- values that one kernel saves for another: [U, H, *tile], token axes as long as the tile ----------------------
+
+
+def saved_address(pointer: str, axes: Axes) -> str:
+    """Address of a saved tile."""
+    sizes = ["BT" if x in TOKEN_AXES else extent(x) for x in axes]
+    terms = []
+    for i, x in enumerate(axes):
+        position = at("t_" if x in TOKEN_AXES else f"o_{base_dim(x)}", (x,), axes)
+        terms.append(" * ".join([position, *sizes[i + 1 :]]))
+    return f"({pointer} + (u * H + h) * ({' * '.join(sizes)})) + ({' + '.join(terms)})"
+
+
+def _saved_mask(axes: Axes) -> str:
+    return " & ".join(at(f"m_{base_dim(x)}", (x,), axes) for x in axes if x not in TOKEN_AXES)
+
+
+def load_saved(pointer: str, axes: Axes) -> str:
+    mask = _saved_mask(axes)
+    return f"tl.load({saved_address(pointer, axes)}{f', mask={mask}, other=0.0' if mask else ''})"
+
+
+def store_saved(pointer: str, axes: Axes, text: str) -> str:
+    mask = _saved_mask(axes)
+    return f"tl.store({saved_address(pointer, axes)}, {text}{f', mask={mask}' if mask else ''})"

@@ -1,18 +1,23 @@
-"""Statements from IR nodes: order, names and inlining, the same for every target language.
+"""Statements from IR nodes: order, names, inlining and arithmetic, the same for every target language.
 
 Input: nodes and the text of those already available. Output: lines of assignments and the text of every node.
-What an operation looks like is left to a subclass.
+What an operation looks like beyond plain arithmetic is left to a subclass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 
-from ttmdsl.ir import Builder, Node, reachable
+from ttmdsl.ir import Axes, Builder, Node, constant, reachable
 
-INLINE_WIDTH = 72  # longer expressions get a name of their own
+INLINE_WIDTH = 46  # longer expressions get a name of their own; two of them fit on a line
+
+# operations whose parentheses may go where they stand beside another: to the left of * and of +, to the right of +
+LEFT_OF_PRODUCT = frozenset({"const", "neg", "mul", "recip", "contract"})
+LEFT_OF_SUM = LEFT_OF_PRODUCT | {"add"}
+RIGHT_OF_SUM = frozenset({"mul", "recip", "contract"})
 
 
 class Names:
@@ -33,33 +38,80 @@ class Names:
 class Printer(ABC):
     """Prints one function's values. `text` maps each value printed or given so far to an expression for it."""
 
+    constants: Mapping[float, str] = {}  # numbers that the target has names for
+
     def __init__(self, builder: Builder, names: Names) -> None:
         self.builder = builder
         self.names = names
         self.text: dict[Node, str] = {}
+        self._tiles: dict[Node, bool] = {}
 
     @abstractmethod
     def expression(self, node: Node) -> str:
         """The node's operation applied to its arguments' texts, safe to stand in any other expression."""
 
+    @abstractmethod
+    def operand(self, node: Node, target: Axes) -> str:
+        """A value's text among the target's axes."""
+
     def wish(self, node: Node) -> str:
         """A name for a value that has none."""
         return {"contract": "dot", "tri_inv": "inverse", "cumsum": "total"}.get(node.op, "x")
+
+    def is_tile(self, node: Node) -> bool:
+        """Whether the value depends on any tensor; else it is a number, whatever its axes."""
+        known, stack = self._tiles, [node]
+        while stack:
+            missing = [a for a in stack[-1].args if a not in known]
+            if missing:
+                stack += missing
+            else:
+                top = stack.pop()
+                known[top] = top.op == "leaf" or any(known[a] for a in top.args)
+        return known[node]
+
+    # -- arithmetic ------------------------------------------------------------------------------------------
+
+    def arithmetic(self, node: Node) -> str:
+        """The text of a const, neg, add, mul or recip."""
+        axes = node.axes
+        match node.op, operands(node):
+            case "const", _:
+                value = float(node.value or 0.0)
+                text = self.constants.get(abs(value)) or repr(abs(value))
+                return f"(-{text})" if value < 0 else text
+            case "neg", (a,):
+                return f"(-{self.operand(a, axes)})"
+            case "recip", (a,):
+                return f"(1.0 / {self.operand(a, axes)})"
+            case "mul", (a, b):
+                return f"({self._beside(a, axes, LEFT_OF_PRODUCT)} * {self.operand(b, axes)})"
+            case "add", (a, b):
+                sign = "+" if (a, b) == node.args else "-"
+                return f"({self._beside(a, axes, LEFT_OF_SUM)} {sign} {self._beside(b, axes, RIGHT_OF_SUM)})"
+            case _:
+                raise AssertionError(node.op)
+
+    def _beside(self, node: Node, axes: Axes, bare: Container[str]) -> str:
+        text = self.operand(node, axes)
+        while node.op in ("expand", "rename"):
+            node = node.args[0]
+        return strip(text) if node.op in bare else text
+
+    # -- statements ------------------------------------------------------------------------------------------
 
     def emit(self, roots: Iterable[Node]) -> list[str]:
         """Assignments for everything that the roots need and that has no text yet; every root gets a name."""
         wanted = list(dict.fromkeys(roots))
         todo = self._missing(wanted)
-        uses = Counter(a for n in todo for a in n.args)
+        uses = Counter(a for n in todo for a in operands(n))
         lines: list[str] = []
         for node in todo:
-            if node.op in ("const", "size") or (node.op == "expand" and not node.args[0].axes and node.args[0].op == "const"):
-                self.text[node] = self.expression(node)
-                continue
             expression = self.expression(node)
             label = self.builder.labels.get(node)
             alone = uses[node] <= 1 and label is None and node not in wanted
-            if expression.isidentifier() or (alone and len(expression) <= INLINE_WIDTH):
+            given = node.op == "size" or constant(node) is not None or expression.isidentifier()
+            if given or (alone and len(expression) <= INLINE_WIDTH):
                 self.text[node] = expression
                 continue
             name = self.names.get(label or self.wish(node))
@@ -80,8 +132,19 @@ class Printer(ABC):
                 order[node] = None
             else:
                 stack.append((node, True))
-                stack.extend((a, False) for a in reversed(node.args))
+                stack.extend((a, False) for a in reversed(operands(node)))
         return list(order)
+
+
+def operands(node: Node) -> tuple[Node, ...]:
+    """The values that a node's text is made of: its arguments; those of a difference, where one summand is negated."""
+    if node.op == "add":
+        a, b = node.args
+        if b.op == "neg":
+            return a, b.args[0]
+        if a.op == "neg":
+            return b, a.args[0]
+    return node.args
 
 
 def strip(expression: str) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from ttmdsl.spec import Expr, LayerSpec
+from ttmdsl.spec import Expr, LayerSpec, Memory
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,16 @@ class PassRule:
     `definitions` are per-token intermediates in order (the residual e, for one), referred to by Ref(kind="let"). A
     Ref(kind="memory") in definitions and gradients is the memory at the gradient point. A gradient is built from sums,
     products, Outer, ColumnsJacT and RowsJacT, so that it stays factored.
+
+    Where the optimizer is an argmin, a gradient is what the solved step subtracts (times the rate): of the bias at the
+    solution, in terms of the state before it. `auxiliary` are matrices that the solution carries along beside the
+    memories, with steps of their own among the gradients.
     """
 
     name: str
     definitions: tuple[tuple[str, Expr], ...]
     gradients: dict[str, Expr]
+    auxiliary: tuple[Memory, ...] = ()
 
 
 @dataclass(frozen=True)

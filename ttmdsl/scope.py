@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ttmdsl import syntax
 from ttmdsl.errors import Diagnostic, Span
 from ttmdsl.parse import MAX_DEPTH
-from ttmdsl.spec import Memory, Shape, Tensor, VectorFn
+from ttmdsl.spec import FeatureDim, FeatureKind, KernelMap, Memory, Shape, Tensor, VectorFn
 
 MAX_NODES = 5_000
 MAX_ERRORS = 20
@@ -42,6 +42,8 @@ class Place:
     memories: frozenset[str] = frozenset()
     passes: frozenset[str] = frozenset()
     inside: str = ""  # the pass that the place belongs to
+    learns: bool = False  # whether a gradient is taken of what stands here
+    step_dim: str = ""  # the dim of tensors that stand for their entry at one gradient step here
 
 
 @dataclass
@@ -49,6 +51,9 @@ class Scope:
     """A layer's names. Whoever uses a name whose own declaration `failed` stays silent."""
 
     dims: dict[str, Span] = field(default_factory=dict)
+    features: dict[str, FeatureDim] = field(default_factory=dict)
+    kernels: dict[str, KernelMap] = field(default_factory=dict)
+    step_dims: set[str] = field(default_factory=set)  # constants that count a pass's gradient steps
     tensors: dict[str, Tensor] = field(default_factory=dict)
     consts: dict[str, float] = field(default_factory=dict)
     functions: dict[str, syntax.Function] = field(default_factory=dict)
@@ -74,6 +79,17 @@ class Scope:
 
     def unknown(self, name: syntax.Name, what: str, known: Iterable[str]) -> None:
         self.error(name.span, f"unknown {what} `{name.text}`", suggestion(name.text, known))
+
+    def feature_dim(self, base: str, kind: FeatureKind, order: int, span: Span) -> str | None:
+        """The name of the dim that a feature map makes of `base`: the base itself for the first power."""
+        if kind == "power" and order == 1:
+            return base
+        name = f"{base}_{'pow' if kind == 'power' else 'taylor'}_{order}"
+        if name in self.declared:
+            self.error(span, f"`{name}` is the name of this dim", "give what is declared under it another name")
+            return None
+        self.features.setdefault(name, FeatureDim(base, kind, order))
+        return name
 
     @contextmanager
     def room(self, span: Span) -> Iterator[None]:

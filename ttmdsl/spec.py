@@ -16,6 +16,11 @@ Grammar of expressions (shapes are tuples of dim names; `span` takes no part in 
            | Total(x) | Mean(x)              sum, mean of a vector's components
            | Apply(fn, x)                    vector function of a vector
            | Columns(fn, m) | Rows(fn, m)    vector function of every column, or row, of a matrix
+           | Stop(x)                         x, a constant to the bias's gradient; in a bias alone
+    free of memories, and made before the recurrence (unfold.py):
+           | Delay(x, by)                    x at the token `by` tokens ago; zero before the first token
+           | Component(x, index)             one component of a vector whose length is known at compile time
+           | Features(x, kind, order)        power: x^(tensor order), flattened; taylor: sqrt(1/i!) x^(tensor i), joined
     derived only (made by `derive`, never by `check`):
            | Outer(a, b)                     a b^T, a matrix
            | JacT(fn, at, cot)               J_fn(at)^T cot
@@ -38,6 +43,8 @@ RefKind: TypeAlias = Literal["input", "gate", "param", "let", "memory", "pass"]
 BinaryOp: TypeAlias = Literal["add", "sub", "mul", "div", "pow", "max", "min"]
 Range: TypeAlias = Literal["real", "decay", "unit", "positive"]
 Initial: TypeAlias = Literal["zero", "orthonormal", "uniform"]
+FeatureKind: TypeAlias = Literal["power", "taylor"]
+OptimizerKind: TypeAlias = Literal["gd", "momentum", "muon", "implicit", "least_squares"]
 
 
 def _span() -> Span:
@@ -248,6 +255,38 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    x: Expr
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    x: Expr
+    by: int
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    x: Expr
+    index: int
+    shape: Shape = ()
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    x: Expr
+    kind: FeatureKind
+    order: int
+    shape: Shape
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
 class Outer:
     a: Expr
     b: Expr
@@ -298,6 +337,10 @@ Expr: TypeAlias = (
     | Apply
     | Columns
     | Rows
+    | Stop
+    | Delay
+    | Component
+    | Features
     | Outer
     | JacT
     | ColumnsJacT
@@ -346,16 +389,67 @@ class Optimizer:
 
     gd:        P_t = R(P_{t-1}) - rate * G_t
     momentum:  U_t = decay * U_{t-1} - rate * G_t;  P_t = R(P_{t-1}) + U_t
+    muon:      U_t = decay * U_{t-1} + G_t;  P_t = R(P_{t-1}) - rate * N(U_t), N being `newton_schulz` steps of
+               X <- 3.4445 X - 4.7750 X X^T X + 2.0315 (X X^T)^2 X from U / (|U| + 1e-7)
+    implicit:  P_t = argmin 1/2 |P - R(P_{t-1})|^2 + rate * bias(P); a rate along rows or columns weighs their shares
+    least_squares:  P_t = argmin of the bias summed over all tokens so far, plus ridge/2 |P|^2; retention is the identity
 
     G_t is the bias's gradient at P_{t-1} (at="previous"), at R(P_{t-1}) (at="retained"), or, with batch b > 1, at the
     state left by the last token of the previous group of b tokens.
+
+    With `per_token` n > 1, gd takes n such steps in order, each from where the last one led; R is applied once, before
+    the first, and everything else once, after the last. A tensor whose first dim is `step_dim` has an entry for each
+    step, and stands in the bias and the rate for its entry at the step (its Ref's shape lacks that dim).
     """
 
-    kind: Literal["gd", "momentum"]
+    kind: OptimizerKind
     rate: Expr
     decay: Expr | None = None
     at: Literal["previous", "retained"] = "previous"
     batch: int = 1
+    per_token: int = 1
+    step_dim: str = ""
+    newton_schulz: int = 5
+    ridge: Expr | None = None
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The bias is a sum over the last `size` tokens, each at its own inputs and gates.
+
+    `weight` is a vector of that length, taken at the current token, which its last component belongs to; None is 1 for
+    all. Weights that point before the first token count for nothing.
+    """
+
+    size: int
+    weight: Expr | None = None
+    span: Span = _span()
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureDim:
+    """A dim that a feature map makes: size(base)^order for a power, the sum of size(base)^i, i = 0..order, for taylor."""
+
+    base: str
+    kind: FeatureKind
+    order: int
+
+    def size(self, base: int) -> int:
+        """The dim's size from its base's."""
+        return base**self.order if self.kind == "power" else sum(base**i for i in range(self.order + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMap:
+    """`feature name = exp(scale * <., .>)`: phi with <phi(x), phi(y)> = exp(scale <x, y>), of infinitely many components.
+
+    phi(x) is Apply(name, x, (name,)), and a memory over it has the shape (rows, name). Both occur as the product of the
+    two alone, in a readout possibly inside Apply("normalized", ...): divided by the sum of the weighted kernel values.
+    """
+
+    name: str
+    scale: Expr
     span: Span = _span()
 
 
@@ -365,7 +459,8 @@ class Pass:
 
     `bias` is a scalar expression of this pass's memories; `retention` maps every memory to a matrix expression of
     itself (identity: the Ref); `project`, where a memory has one, is applied after every token; `read` is the
-    output, evaluated at the state after the token. Later passes refer to it by `name`.
+    output, evaluated at the state after the token. Later passes refer to it by `name`. `last`: how many tokens a memory
+    over a feature map keeps; older ones leave it before the token's step.
     """
 
     name: str
@@ -375,12 +470,17 @@ class Pass:
     optimizer: Optimizer
     project: dict[str, Expr]
     read: Expr
+    window: Window | None = None
+    last: int | None = None
     span: Span = _span()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A whole layer. `lets` are per-token definitions in order; `consts` hold the values in force."""
+    """A whole layer. `lets` are per-token definitions in order; `consts` hold the values in force.
+
+    `dims` are the declared ones; `features` the dims that feature maps make, by their names.
+    """
 
     name: str
     source: str
@@ -391,6 +491,8 @@ class LayerSpec:
     lets: tuple[tuple[str, Expr], ...]
     passes: tuple[Pass, ...]
     filename: str = "<spec>"
+    features: dict[str, FeatureDim] = field(default_factory=dict)
+    kernels: dict[str, KernelMap] = field(default_factory=dict)
 
     @property
     def memories(self) -> tuple[Memory, ...]:

@@ -3,7 +3,7 @@
 Input: built by `parse`. Output: read by `check`. Knows no shapes, resolves no names.
 
     layer  = Layer(name, clauses)
-    clause = Dims | Tensors | Constants | Function | Let                      declarations
+    clause = Dims | Tensors | Constants | Function | Let | FeatureClause      declarations
            | Memories | Bias | Retention | OptimizerClause | Project | Read   the choices of a pass
            | Block(name, clauses)                                             one `pass`
     expr   = Number(value) | Name(text)
@@ -83,7 +83,7 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Element:
     x: Expr
-    index: Name
+    index: Expr
     span: Span
 
 
@@ -151,13 +151,32 @@ class Let:
     span: Span
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureClause:
+    """A feature map known by its kernel alone; `<., .>` in the kernel is a pairing of two names `.`."""
+
+    name: Name
+    kernel: Expr
+    span: Span
+
+
 # ---- the choices of a pass ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A memory's dim: `d`, or the one that a feature map makes of it, `d^p` and `taylor(d, n)`; `kind` is its name."""
+
+    base: Name
+    kind: Name | None
+    order: Name | Number | None
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
     name: Name
-    shape: tuple[Name, ...]
+    shape: tuple[Extent, ...]
     initial: Name | Number | None
     span: Span
 
@@ -169,7 +188,24 @@ class Memories:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    name: Name
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`window(c, weight = gamma) of`, before a bias."""
+
+    size: Expr
+    settings: tuple[Setting, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Bias:
+    window: Window | None
     value: Expr
     span: Span
 
@@ -177,13 +213,6 @@ class Bias:
 @dataclass(frozen=True, slots=True)
 class Retention:
     values: tuple[Expr, ...]
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    name: Name
-    value: Expr
     span: Span
 
 
@@ -217,7 +246,7 @@ class Block:
     span: Span
 
 
-Clause: TypeAlias = Dims | Tensors | Constants | Function | Let | Choice | Block
+Clause: TypeAlias = Dims | Tensors | Constants | Function | Let | FeatureClause | Choice | Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +256,7 @@ class Layer:
     span: Span
 
 
-Node: TypeAlias = Layer | Clause | TensorItem | ConstantItem | MemoryItem | Setting | Expr
+Node: TypeAlias = Layer | Clause | TensorItem | ConstantItem | Extent | MemoryItem | Setting | Window | Expr
 
 
 def children(node: Node) -> Iterator[Node]:

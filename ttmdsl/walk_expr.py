@@ -15,8 +15,11 @@ from ttmdsl.spec import (
     Binary,
     Columns,
     ColumnsJacT,
+    Component,
     Const,
+    Delay,
     Expr,
+    Features,
     Inner,
     JacT,
     Map,
@@ -29,6 +32,7 @@ from ttmdsl.spec import (
     Rows,
     RowsJacT,
     Size,
+    Stop,
     Total,
     Transpose,
 )
@@ -39,7 +43,9 @@ def children(e: Expr) -> tuple[Expr, ...]:
     match e:
         case Num() | Const() | Size() | Ref():
             return ()
-        case Map(x=x) | Norm(x=x) | Total(x=x) | Mean(x=x) | Apply(x=x):
+        case Map(x=x) | Norm(x=x) | Total(x=x) | Mean(x=x) | Apply(x=x) | Stop(x=x):
+            return (x,)
+        case Delay(x=x) | Component(x=x) | Features(x=x):
             return (x,)
         case Transpose(m=m) | Columns(m=m) | Rows(m=m):
             return (m,)

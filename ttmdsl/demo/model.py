@@ -38,7 +38,8 @@ class Block(nn.Module):
         return self._mix(x + y), past
 
     def _mix(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.mlp_norm(x))
+        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
+        return mixed
 
 
 class ByteModel(nn.Module):

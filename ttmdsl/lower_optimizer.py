@@ -1,0 +1,39 @@
+"""What an optimizer makes of a gradient, for one token: its own state, and the step that the memory takes.
+
+Input: IR values of the gradient, the rate and the settings. Output: the step to add to the retained memory. Chunk forms
+have their own way with momentum (lower_chunk.py); what stands here alone has none.
+"""
+
+from __future__ import annotations
+
+from ttmdsl.ir import Builder, Node, base_dim
+from ttmdsl.spec import LayerSpec
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+TINY = 1e-7  # beside the length that a matrix is divided by
+
+
+def wider(spec: LayerSpec, rows: str, columns: str) -> bool:
+    """Whether a matrix has more rows than columns, as far as the spec tells: a memory's inner dim is a wide one."""
+
+    def width(dim: str) -> tuple[bool, float]:
+        return all(dim not in t.shape for t in spec.tensors), spec.consts.get(dim, 0.0)
+
+    return width(rows) > width(columns)
+
+
+def newton_schulz(b: Builder, matrix: Node, rows: str, columns: str, steps: int) -> Node:
+    """The matrix with its singular values driven towards 1: X <- c0 X + c1 X X^T X + c2 (X X^T)^2 X.
+
+    The products run over X X^T [rows, rows]; exchange rows and columns for X^T X, which gives the same.
+    """
+    first, third, fifth = map(b.const, NEWTON_SCHULZ)
+    other = base_dim(rows) + "''"
+    length = b.map("sqrt", b.sum(b.mul(matrix, matrix), {rows, columns}))
+    x = b.label(b.div(matrix, b.add(length, b.const(TINY))), "x")
+    for _ in range(steps):
+        gram = b.label(b.contract(x, b.rename(x, rows, other), {columns}), "gram")
+        cubed = b.contract(gram, b.rename(x, rows, other), {other})
+        inner = b.add(b.mul(third, x), b.mul(fifth, cubed))
+        x = b.label(b.add(b.mul(first, x), b.contract(gram, b.rename(inner, rows, other), {other})), "x")
+    return x

@@ -1,0 +1,55 @@
+"""How far back a layer looks: the past tokens that an exact resumption needs.
+
+Input: a `LayerSpec`. Output: for each tensor how many tokens before the current one its formulas reach. The state holds
+these tokens (`<keyword>_past`, the last one last) and how many tokens there have been (`tokens`). Makes no values.
+"""
+
+from __future__ import annotations
+
+from ttmdsl.spec import Delay, Expr, LayerSpec, Ref, Tensor
+from ttmdsl.walk_expr import children
+
+COUNT = "tokens"
+
+
+def past_name(tensor: Tensor) -> str:
+    """State key of a tensor's past."""
+    return f"{tensor.keyword}_past"
+
+
+def history(spec: LayerSpec) -> dict[str, int]:
+    """Depth of the past by the spec's own names, in the order of declaration; tensors without a past left out."""
+    lets = dict(spec.lets)
+    depths: dict[str, int] = {}
+    visited: set[tuple[Expr, int]] = set()
+
+    def note(e: Expr, ago: int) -> None:
+        if (e, ago) in visited:
+            return
+        visited.add((e, ago))
+        match e:
+            case Ref(name=name, kind="input" | "gate"):
+                depths[name] = max(ago, depths.get(name, 0))
+            case Ref(name=name, kind="let"):
+                note(lets[name], ago)
+            case Delay(x=x, by=by):
+                note(x, ago + by)
+            case _:
+                for c in children(e):
+                    note(c, ago)
+
+    for e in lets.values():
+        note(e, 0)
+    for p in spec.passes:
+        note(p.bias, p.window.size - 1 if p.window else 0)
+        own = (p.window and p.window.weight, p.optimizer.rate, p.optimizer.decay, p.optimizer.ridge)
+        for e in (*(e for e in own if e), *p.retention.values(), *p.project.values(), p.read):
+            note(e, 0)
+    return {t.name: depths[t.name] for t in spec.tensors if depths.get(t.name)}
+
+
+def past_axes(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
+    """Entries of the state beyond [N, H]: each past, and the number of tokens, which has one number for a sequence."""
+    depths = history(spec)
+    axes = {past_name(t): (str(depths[t.name]), *t.shape) for t in spec.tensors if t.name in depths}
+    return axes | ({COUNT: ()} if axes else {})

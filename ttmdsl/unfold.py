@@ -1,0 +1,305 @@
+"""Windows, delays, features and steps, reduced to what the recurrence's lowerings know: plain tensors, one per token.
+
+Input: an `UpdateRule` as `derive` makes it, its gradients those of a window's summand. Output: `Unfolded`: the same
+update as a rule without any of these, and the `Prelude`, which says how the tensors that it needs follow from the
+declared ones. A window becomes the sum of its summand's gradients at delayed tensors; n gradient steps per token become
+n tokens. Prints nothing: the frame's code is emit_prelude.py's.
+
+Made names hold two underscores, which no declared name may: `k__past1` (k one token ago; where there is no such token
+the current one stands in, under a weight of zero), `seen__1` (whether there is one), `k__power2`, `y__weight1`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ttmdsl.past import history
+from ttmdsl.rule import PassRule, UpdateRule
+from ttmdsl.simplify_expr import ONE, add, mul, sub
+from ttmdsl.spec import (
+    Binary,
+    Component,
+    Delay,
+    Expr,
+    Features,
+    LayerSpec,
+    Memory,
+    Pass,
+    Ref,
+    Shape,
+    Tensor,
+)
+from ttmdsl.walk_expr import children, rewrite, walk, with_children
+
+FIRST, LAST = "step__first", "step__last"
+
+
+@dataclass(frozen=True)
+class Prelude:
+    """What the backends take, and how the frame makes it, in this order.
+
+    past: a made tensor, the declared one, by how many tokens. seen: the delays that weights ask about. With `steps` > 1
+    every token becomes that many, tensors with `step_dim` first being dealt out to them; `firsts` are decays that are 1
+    but at a token's first step. values: expressions of declared tensors, pasts and `seen`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    history: dict[str, int] = field(default_factory=dict)
+    past: tuple[tuple[Tensor, Tensor, int], ...] = ()
+    seen: tuple[int, ...] = ()
+    steps: int = 1
+    step_dim: str = ""
+    firsts: tuple[tuple[Tensor, Tensor], ...] = ()
+    values: tuple[tuple[Tensor, Expr], ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether the backends take the declared tensors as they are."""
+        return not (self.history or self.values or self.steps > 1 or self.step_dim)
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    rule: UpdateRule
+    prelude: Prelude
+
+
+def unfold(rule: UpdateRule) -> Unfolded:
+    """The rule that the lowerings take, and its prelude."""
+    spec = replace(rule.spec, dims=_dims(rule.spec))
+    made = _Made(spec)
+    spec = replace(spec, lets=tuple((name, made.now(e)) for name, e in spec.lets))
+    found = [made.of_pass(p, d) for p, d in zip(spec.passes, rule.passes, strict=True)]
+    prelude = made.prelude()
+    if prelude.empty:
+        return Unfolded(replace(rule, spec=replace(rule.spec, dims=spec.dims)), prelude)
+    passes, derived = tuple(p for p, _ in found), tuple(d for _, d in found)
+    used = _used(spec, passes, derived)
+    tensors = tuple(t for t in prelude.tensors if t.kind == "param" or t.name in used)
+    spec = replace(spec, tensors=tensors, passes=passes)
+    return Unfolded(UpdateRule(spec, rule.jacobians, derived), replace(prelude, tensors=tensors))
+
+
+def _dims(spec: LayerSpec) -> tuple[str, ...]:
+    """Every dim that a value may have: the declared ones, constants, and those that feature maps make."""
+    shapes = [*(t.shape for t in spec.tensors), *(m.shape for m in spec.memories)]
+    return tuple(dict.fromkeys((*spec.dims, *(d for shape in shapes for d in shape), *spec.features)))
+
+
+def _used(spec: LayerSpec, passes: tuple[Pass, ...], derived: tuple[PassRule, ...]) -> set[str]:
+    """Names that the recurrence reads."""
+    roots = [e for _, e in spec.lets]
+    for p, d in zip(passes, derived, strict=True):
+        roots += [e for _, e in d.definitions] + [*d.gradients.values()]
+        roots += [*p.retention.values(), *p.project.values(), p.read, p.optimizer.rate]
+        roots += [e for e in (p.optimizer.decay, p.optimizer.ridge) if e is not None]
+    return {n.name for root in roots for n in walk(root) if isinstance(n, Ref)}
+
+
+@dataclass
+class _Made:
+    """Collects the tensors that have to be made while it rewrites expressions in terms of them."""
+
+    spec: LayerSpec
+    past: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    firsts: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[Expr, Tensor] = field(default_factory=dict)
+    marks: set[str] = field(default_factory=set)
+
+    @property
+    def steps(self) -> int:
+        return max(p.optimizer.per_token for p in self.spec.passes)
+
+    @property
+    def step_dim(self) -> str:
+        return next((p.optimizer.step_dim for p in self.spec.passes if p.optimizer.step_dim), "")
+
+    def prelude(self) -> Prelude:
+        """What has been collected; the declared tensors first."""
+        declared = [replace(t, shape=self._at_step(t)) for t in self.spec.tensors]
+        marks = [_gate(name, ()) for name in sorted(self.marks)]
+        seen = [_gate(_seen(by), ()) for by in sorted(self.seen)]
+        tensors = (*declared, *self.past.values(), *seen, *marks, *self.firsts.values(), *self.values.values())
+        return Prelude(
+            tensors=tensors,
+            history=history(self.spec),
+            past=tuple((made, self.spec.tensor(name), by) for (name, by), made in self.past.items()),
+            seen=tuple(sorted(self.seen)),
+            steps=self.steps,
+            step_dim=self.step_dim,
+            firsts=tuple((made, self.spec.tensor(name)) for name, made in self.firsts.items()),
+            values=tuple((made, e) for e, made in self.values.items()),
+        )
+
+    def _at_step(self, tensor: Tensor) -> Shape:
+        stepped = tensor.kind != "param" and self.step_dim and tensor.shape[:1] == (self.step_dim,)
+        return tensor.shape[1:] if stepped else tensor.shape
+
+    # -- expressions ------------------------------------------------------------------------------------------------
+
+    def now(self, e: Expr, ago: int = 0) -> Expr:
+        """The expression `ago` tokens back, in terms of tensors of the current token. Lets of `derive` get a suffix."""
+        match e:
+            case Ref(kind="let") if ago and e.name not in dict(self.spec.lets):
+                return replace(e, name=f"{e.name}__{ago}")
+            case Ref() if ago:
+                return self.plain(e, ago)
+            case Delay(x=x, by=by):
+                return mul(self._seen(ago + by), self.now(x, ago + by))
+            case Component() | Features():
+                return self._value(self.plain(e, ago))
+            case _:
+                return with_children(e, tuple(self.now(c, ago) for c in children(e)))
+
+    def plain(self, e: Expr, ago: int) -> Expr:
+        """The same for a value of the prelude: in declared and delayed tensors alone, lets written out."""
+        match e:
+            case Ref(name=name, kind="let"):
+                return self.plain(dict(self.spec.lets)[name], ago) if ago else self._let(name)
+            case Ref(name=name, kind="input" | "gate") if ago:
+                return self._past(name, ago)
+            case Delay(x=x, by=by):
+                return mul(self._seen(ago + by), self.plain(x, ago + by))
+            case _:
+                return with_children(e, tuple(self.plain(c, ago) for c in children(e)))
+
+    def _let(self, name: str) -> Expr:
+        """A let at the current token; what has been made for it is written out again."""
+        made = {t.name: e for e, t in self.values.items()}
+
+        def written_out(node: Expr) -> Expr | None:
+            return made.get(node.name) if isinstance(node, Ref) else None
+
+        return self.plain(rewrite(dict(self.spec.lets)[name], written_out), 0)
+
+    def _past(self, name: str, by: int) -> Ref:
+        declared = self.spec.tensor(name)
+        if (name, by) not in self.past:
+            self.past[name, by] = replace(declared, name=f"{name}__past{by}", shape=self._at_step(declared))
+        made = self.past[name, by]
+        return Ref(made.name, made.kind, made.shape)
+
+    def _seen(self, by: int) -> Ref:
+        self.seen.add(by)
+        return Ref(_seen(by), "gate", ())
+
+    def _mark(self, name: str) -> Ref:
+        self.marks.add(name)
+        return Ref(name, "gate", ())
+
+    def _value(self, e: Expr, name: str = "") -> Ref:
+        """The made tensor that holds a value; one for equal values."""
+        if e not in self.values:
+            self.values[e] = Tensor(name or self._stem(e), self._kind(e), e.shape)
+        made = self.values[e]
+        return Ref(made.name, made.kind, made.shape)
+
+    def _stem(self, e: Expr) -> str:
+        match e:
+            case Features(x=Ref(name=name), kind=kind, order=order):
+                return f"{name}{'_' if '__' in name else '__'}{kind}{order}"
+            case Component(x=Ref(name=name), index=index):
+                return f"{name}{'_' if '__' in name else '__'}{index}"
+            case _:
+                return f"value__{len(self.values)}"
+
+    def _kind(self, e: Expr) -> Literal["input", "gate"]:
+        return "input" if any(isinstance(n, Ref) and n.kind == "input" for n in walk(e)) else "gate"
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    def of_pass(self, p: Pass, derived: PassRule) -> tuple[Pass, PassRule]:
+        """The pass with everything in terms of made tensors, and its gradients summed over the window."""
+        optimizer = replace(
+            p.optimizer,
+            rate=self.now(p.optimizer.rate),
+            decay=p.optimizer.decay and self.now(p.optimizer.decay),
+            ridge=p.optimizer.ridge and self.now(p.optimizer.ridge),
+            batch=p.optimizer.batch * self.steps if p.optimizer.batch > 1 else 1,
+            per_token=1,
+            step_dim="",
+        )
+        retention = {name: self.now(e) for name, e in p.retention.items()}
+        project = {name: self.now(e) for name, e in p.project.items()}
+        if self.steps > 1:
+            retention = {m.name: self._once(retention[m.name], m) for m in p.memories}
+            last = self._mark(LAST) if project else ONE
+            project = {m.name: _where(last, project[m.name], m) for m in p.memories if m.name in project}
+        read = self.now(p.read)
+        unfolded = replace(p, optimizer=optimizer, retention=retention, project=project, read=read, window=None)
+        return unfolded, self._gradients(p, derived)
+
+    def _gradients(self, p: Pass, derived: PassRule) -> PassRule:
+        size = p.window.size if p.window else 1
+        definitions: list[tuple[str, Expr]] = []
+        gradients: dict[str, Expr] = {}
+        for ago in range(size):
+            definitions += [(f"{n}__{ago}" if ago else n, self.now(e, ago)) for n, e in derived.definitions]
+            weight = self._weight(p, ago)
+            for name, g in derived.gradients.items():
+                term = mul(weight, self.now(g, ago))
+                gradients[name] = add(gradients[name], term) if ago else term
+        return replace(derived, definitions=tuple(definitions), gradients=gradients)
+
+    def _weight(self, p: Pass, ago: int) -> Expr:
+        """How much the window counts the token `ago` tokens back; nothing where there is no such token."""
+        window = p.window
+        if window is None or (window.weight is None and not ago):
+            return ONE
+        seen = self._seen(ago) if ago else ONE
+        if window.weight is None:
+            return seen
+        weight = Component(self.plain(window.weight, 0), window.size - 1 - ago)
+        return self._value(weight if seen == ONE else Binary("mul", weight, seen, ()), f"{p.name}__weight{ago}")
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _once(self, retention: Expr, memory: Memory) -> Expr:
+        """The retention at a token's first step, the memory as it is at the others."""
+        factors = list(_factors(retention))
+        decays = [f for f in factors if isinstance(f, Ref) and f.kind in ("gate", "param") and self._decays(f.name)]
+        rest = [f for f in factors if f not in decays]
+        if rest == [_ref(memory)]:  # a product of decays stays one: 1 is a decay, too
+            return rewrite(retention, lambda n: self._first(n.name) if n in decays and isinstance(n, Ref) else None)
+        return _where(self._mark(FIRST), retention, memory)
+
+    def _decays(self, name: str) -> bool:
+        return any(t.name == name and t.range == "decay" for t in [*self.spec.tensors, *self.past.values()])
+
+    def _first(self, name: str) -> Ref:
+        if name not in self.firsts:
+            decay = next(t for t in [*self.spec.tensors, *self.past.values()] if t.name == name)
+            made = f"{name}{'_' if '__' in name else '__'}first"
+            self.firsts[name] = Tensor(made, "gate", decay.shape, "decay")
+        return Ref(self.firsts[name].name, "gate", self.firsts[name].shape)
+
+
+def _gate(name: str, shape: Shape) -> Tensor:
+    return Tensor(name, "gate", shape)
+
+
+def _seen(by: int) -> str:
+    return f"seen__{by}"
+
+
+def _ref(memory: Memory) -> Ref:
+    return Ref(memory.name, "memory", memory.shape)
+
+
+def _where(mark: Expr, e: Expr, memory: Memory) -> Expr:
+    """The expression where the mark is 1, the memory where it is 0: what is left of it is the same factor for both."""
+    own = _ref(memory)
+    factors = list(_factors(e))
+    if factors.count(own) == 1:
+        factors.remove(own)
+        factor = ONE
+        for f in factors:
+            factor = mul(factor, f)
+        return mul(add(mul(mark, factor), sub(ONE, mark)), own)
+    return add(mul(mark, e), mul(sub(ONE, mark), own))
+
+
+def _factors(e: Expr) -> tuple[Expr, ...]:
+    return (*_factors(e.a), *_factors(e.b)) if isinstance(e, Binary) and e.op == "mul" else (e,)
