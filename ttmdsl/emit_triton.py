@@ -13,7 +13,7 @@ import keyword
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, base_dim, reachable
+from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, Program, base_dim, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.plan import Kernel, Kind, Plan, carries, plan

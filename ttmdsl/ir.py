@@ -146,6 +146,9 @@ class Builder:
         number = folded(op, *map(constant, args))
         if number is not None:
             return self.expand(self.const(number), (a for x in args for a in x.axes))
+        bare = [x.args[0] if x.op == "expand" else x for x in args]  # of use where another operand has the axes
+        if {a for x in bare for a in x.axes} == {a for x in args for a in x.axes}:
+            args = tuple(bare)
         return self.make(op, args, (a for x in args for a in x.axes), *attr)
 
     def add(self, a: Node, b: Node) -> Node:
@@ -167,6 +170,8 @@ class Builder:
         number = constant(a)
         if number is not None:
             return self.expand(self.const(-number), a.axes)
+        if a.op == "expand":
+            return self.expand(self.neg(a.args[0]), a.axes)
         return self._elementwise("neg", a)
 
     def mul(self, a: Node, b: Node) -> Node:
@@ -186,7 +191,7 @@ class Builder:
         for x, y in ((a, b), (b, a)):
             if x.op == "mask" and x.attr[1] == 0 and constant(x.args[0]) is not None:
                 return self.mask(self.mul(x.args[0], y), x.attr[0])  # type: ignore[arg-type]
-            if x.op == "expand" and x.args[0].op == "const" and set(x.axes) <= set(y.axes):
+            if x.op == "expand" and set(x.axes) <= set(y.axes):
                 return self.mul(x.args[0], y)
         # keep small factors together, so that a scalar never multiplies a matrix twice
         if len(b.axes) < len(a.axes):
