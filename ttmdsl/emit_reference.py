@@ -15,7 +15,8 @@ from typing import Any
 
 from ttmdsl import spec as s
 from ttmdsl.errors import NOWHERE, Span
-from ttmdsl.print_reference import Axes, Printer, fn_params, to_shape
+from ttmdsl.past import history, past_name, roots
+from ttmdsl.print_reference import Axes, Printer, delayed, feature_size, fn_params, to_shape
 from ttmdsl.state import reads_transposed
 from ttmdsl.templates import render
 from ttmdsl.walk_expr import walk
@@ -72,6 +73,8 @@ def _pass_functions(spec: s.LayerSpec, p: s.Pass) -> Iterable[_Function]:
         return _clause(spec, f"_ref_{role}_{p.name}", exprs, role)
 
     yield clause("bias", p.bias)
+    if p.window and p.window.weight is not None:
+        yield clause("weight", p.window.weight)
     yield clause("retention", mapped(p.retention))
     yield clause("rate", each(p.optimizer.rate))
     if p.optimizer.decay is not None:
@@ -87,7 +90,7 @@ def _token(spec: s.LayerSpec) -> list[tuple[str, str]]:
     for tensor in spec.tensors:
         text = f'x["{tensor.keyword}"]' + ("" if tensor.kind == "param" else "[:, t]")
         token.append((tensor.name, f"{text}.exp()" if tensor.range == "decay" else text))
-    seen = {dim for tensor in spec.tensors for dim in tensor.shape}
+    seen = {dim for tensor in spec.tensors for dim in tensor.shape} | set(spec.features) | set(spec.consts)
     sizes = {f"|{dim}|": _memory_size(spec, dim) for m in spec.memories for dim in m.shape if dim not in seen}
     return token + list(sizes.items())
 
@@ -101,13 +104,32 @@ def _out_size(spec: s.LayerSpec, dim: str) -> str:
     for tensor in spec.tensors:
         if dim in tensor.shape:
             return f'x["{tensor.keyword}"].shape[{tensor.shape.index(dim) - len(tensor.shape)}]'
+    if dim in spec.features:
+        return feature_size(spec.features[dim], _out_size(spec, spec.features[dim].base))
     return _memory_size(spec, dim)
+
+
+def _past(spec: s.LayerSpec) -> list[tuple[s.Tensor, int]]:
+    return [(spec.tensor(name), depth) for name, depth in history(spec).items()]
+
+
+def _nodes(spec: s.LayerSpec) -> Iterable[s.Expr]:
+    """Every expression in the layer."""
+    for root in roots(spec):
+        yield from walk(root)
+
+
+def _stepped(spec: s.LayerSpec, p: s.Pass) -> list[str]:
+    """Tensors with an entry for each gradient step of a token."""
+    dim = p.optimizer.step_dim
+    return [t.name for t in spec.tensors if dim and t.kind != "param" and t.shape[:1] == (dim,)]
 
 
 def emit_reference(spec: s.LayerSpec) -> str:
     """The section's source text; its surroundings import torch and call `_reference(x, state)`."""
     functions = [_vector_function(spec, fn) for fn in spec.fns.values()]
     functions += [_clause(spec, f"_ref_let_{name}", expr, name) for name, expr in spec.lets]
+    functions += [_clause(spec, f"_ref_past_{i}", expr, "") for i, expr in enumerate(delayed(spec))]
     functions += [f for p in spec.passes for f in _pass_functions(spec, p)]
     passes: list[dict[str, Any]] = [
         {
@@ -119,12 +141,19 @@ def emit_reference(spec: s.LayerSpec) -> str:
             "newton_schulz": p.optimizer.newton_schulz,
             "transposed": [m.name for m in p.memories if reads_transposed(p, m)],
             "projects": bool(p.project),
+            "window": p.window.size if p.window else 0,
+            "weighted": p.window is not None and p.window.weight is not None,
+            "steps": p.optimizer.per_token if p.optimizer.step_dim or p.optimizer.per_token > 1 else 0,
+            "stepped": _stepped(spec, p),
         }
         for p in spec.passes
     ]
     return render(
         "reference.py.j2",
         functions=functions,
+        past=[(t.name, t.keyword, past_name(t), depth, t.range == "decay") for t, depth in _past(spec)],
+        delays=any(isinstance(n, s.Delay) for n in _nodes(spec)),
+        features={n.kind for n in _nodes(spec) if isinstance(n, s.Features)},
         power=any("_ref_power(" in text for f in functions for text in (f.value, *(d[1] for d in f.definitions))),
         stops=any(isinstance(node, s.Stop) for p in spec.passes for node in walk(p.bias)),
         leader=next(t.keyword for t in spec.tensors if t.kind != "param"),

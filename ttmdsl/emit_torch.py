@@ -182,8 +182,10 @@ class _Function:
                 case "token" | "param":
                     text[leaf] = self.names.get(leaf.name)
                     self.body.append(f'{text[leaf]} = x["{leaf.name}"]')
-                case "live" | "last" | "fresh":
+                case "live" | "last":
                     text[leaf] = f"unit.{leaf.role}"
+                case "fresh":
+                    text[leaf] = f"unit.fresh[{leaf.name}]"
                 case "cot":
                     text[leaf] = "d_y"
 
@@ -232,7 +234,7 @@ class _Function:
         for n in outside:
             text = printer.text[n]
             if n.role == "fresh":
-                inner.text[n] = "unit.starts[i]"
+                inner.text[n] = f"unit.starts[{n.name}][i]"
             elif not printer.is_tile(n):
                 inner.text[n] = text
             else:
@@ -279,6 +281,7 @@ def emit_torch(lowered: Lowered) -> str:
         helpers=sorted(ops & {"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"}),
         chunk=16 if per_channel else 64,
         batch=lowered.batch,
+        batches=lowered.batches,
         params=[t.keyword for t in spec.tensors if t.kind == "param"],
         d_out=spec.passes[-1].read.shape[0],
         dims=dims,

@@ -33,7 +33,7 @@ from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
 
 LOCALS = frozenset(
-    "tl triton torch n h i j u row_h alive lower strict live last fresh first length count unit_0 t_ offset place H BT"
+    "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments step".split()
 )
 
@@ -65,6 +65,7 @@ class KernelText:
     after: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
+    fresh: list[int] = field(default_factory=list)
 
     def pointer(self, name: str, value: str, dtype: str) -> str:
         """Declares a pointer once."""
@@ -88,7 +89,8 @@ class KernelWriter:
         text.dims = [d for d in spec.dims if d in present or self._sized(nodes, d)]
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
         text.uses = {str(n.attr[0]) for n in nodes if n.op in ("mask", "decay_dot", "decay_mix", "decay_mix_t")}
-        text.uses |= {n.role for n in nodes if n.role in ("live", "last", "fresh")}
+        text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
+        text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
 
     def _sized(self, nodes: list[Node], dim: str) -> bool:
         return any(n.op == "size" and n.attr[0] == dim for n in nodes)
@@ -151,8 +153,10 @@ class KernelWriter:
                     before.append(self.load(leaf))
                 case "token" | "cot":
                     each.append(self.load(leaf))
-                case "live" | "last" | "fresh":
+                case "live" | "last":
                     self.printer.text[leaf] = leaf.role
+                case "fresh":
+                    self.printer.text[leaf] = f"fresh_{leaf.name}"
         return before, each
 
     def store_output(self, name: str, value: Node, base: str) -> list[str]:
@@ -178,7 +182,7 @@ def saved_name(builder: Builder, node: Node) -> str:
 
 
 def _printer(program: Program, spec: LayerSpec) -> TritonPrinter:
-    taken = set(LOCALS) | set(keyword.kwlist)
+    taken = {*LOCALS, *keyword.kwlist, *(f"fresh_{p.optimizer.batch}" for p in spec.passes)}
     for d in spec.dims:
         taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
     return TritonPrinter(program.builder, Names(taken), program.unit)

@@ -40,7 +40,7 @@ Role: TypeAlias = Literal[
     "cocarry",  # cotangent of a carry at the end of the unit
     "live",  # 1 where the unit's token exists, else 0
     "last",  # 1 at the unit's last position, else 0
-    "fresh",  # scalar: 1 where a new group of tokens starts with this unit
+    "fresh",  # scalar: 1 where a new group of that many tokens (its name) starts with this unit
     "saved",  # a value that an earlier kernel computed for this unit
 ]
 

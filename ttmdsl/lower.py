@@ -6,6 +6,7 @@ there is one, with the backward program of each. Decides nothing by a layer's na
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,8 +52,13 @@ class Lowered:
 
     @property
     def batch(self) -> int:
-        """Tokens that share a gradient point; 1 where there are no groups."""
-        return max(p.optimizer.batch for p in self.rule.spec.passes)
+        """Tokens after which groups start over: those that share a gradient point, or 1 where there are no groups."""
+        return math.lcm(*self.batches)
+
+    @property
+    def batches(self) -> list[int]:
+        """The sizes of the passes' groups of tokens; several only where there is no chunk form."""
+        return sorted({p.optimizer.batch for p in self.rule.spec.passes} - {1})
 
     @property
     def title(self) -> str:

@@ -278,7 +278,7 @@ class _PassLowering:
                 point[name] = memory.start
             else:
                 frozen = b.leaf("carry", point_name(name), memory.start.axes)
-                point[name] = b.select(b.leaf("fresh", pass_.name, ()), memory.start, frozen)
+                point[name] = b.select(b.leaf("fresh", str(pass_.optimizer.batch), ()), memory.start, frozen)
             outputs[f"carry:{point_name(name)}"] = point[name]
         if pass_.optimizer.at == "retained":
             point = {m: self.lower.vector(e, {**env, **point}) for m, e in pass_.retention.items()}

@@ -57,7 +57,7 @@ def _pass(
         state[memory.name] = b.leaf("carry", memory.name, axes)
         if optimizer.batch > 1:
             frozen = b.leaf("carry", point_name(memory.name), axes)
-            point[memory.name] = b.select(b.leaf("fresh", pass_.name, ()), state[memory.name], frozen)
+            point[memory.name] = b.select(b.leaf("fresh", str(optimizer.batch), ()), state[memory.name], frozen)
             outputs[f"carry:{point_name(memory.name)}"] = point[memory.name]
         else:
             point[memory.name] = state[memory.name]

@@ -17,6 +17,15 @@ def past_name(tensor: Tensor) -> str:
     return f"{tensor.keyword}_past"
 
 
+def roots(spec: LayerSpec) -> list[Expr]:
+    """Every declared expression of a layer."""
+    found = [e for _, e in spec.lets]
+    for p in spec.passes:
+        own = (p.window and p.window.weight, p.optimizer.rate, p.optimizer.decay, p.optimizer.ridge)
+        found += [p.bias, *(e for e in own if e), *p.retention.values(), *p.project.values(), p.read]
+    return found
+
+
 def history(spec: LayerSpec) -> dict[str, int]:
     """Depth of the past by the spec's own names, in the order of declaration; tensors without a past left out."""
     lets = dict(spec.lets)
@@ -38,13 +47,11 @@ def history(spec: LayerSpec) -> dict[str, int]:
                 for c in children(e):
                     note(c, ago)
 
-    for e in lets.values():
+    for e in roots(spec):
         note(e, 0)
     for p in spec.passes:
-        note(p.bias, p.window.size - 1 if p.window else 0)
-        own = (p.window and p.window.weight, p.optimizer.rate, p.optimizer.decay, p.optimizer.ridge)
-        for e in (*(e for e in own if e), *p.retention.values(), *p.project.values(), p.read):
-            note(e, 0)
+        if p.window is not None:
+            note(p.bias, p.window.size - 1)
     return {t.name: depths[t.name] for t in spec.tensors if depths.get(t.name)}
 
 

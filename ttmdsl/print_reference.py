@@ -18,6 +18,8 @@ from typing import TypeAlias
 from typing_extensions import assert_never
 
 from ttmdsl import spec as s
+from ttmdsl.past import roots
+from ttmdsl.walk_expr import walk
 
 Axes: TypeAlias = tuple[str | int, ...]
 
@@ -127,6 +129,7 @@ class Printer:
     arguments: tuple[str, ...] = ()
     locals: dict[str, str] = field(default_factory=dict)
     definitions: list[tuple[str, str]] = field(default_factory=list)
+    prefix: str = "_ref_"  # of functions that the printed code calls
     stopped: bool = False  # inside of stop(...), where memories are not what is differentiated
 
     def local(self, name: str, source: str = "") -> str:
@@ -202,6 +205,12 @@ class Printer:
                 return _number(value)
             case s.Size(dim):
                 return Code(size_of(self.spec, dim), None)
+            case s.Delay(x, by, shape):
+                return Code(f"_ref_delayed(_ref_past_{delayed(self.spec).index(x)}, x, {by})", shape)
+            case s.Component(x, index):
+                return Code(f"{self.expr(x).atom}[..., {index}]", ())
+            case s.Features(x, kind, order, shape):
+                return Code(f"{self.prefix}{kind}_features({self.expr(x).text}, {order})", shape)
             case s.Stop(x):
                 return replace(self, stopped=True).expr(x)
             case s.Ref(name, "memory", shape) if self.stopped:
@@ -304,7 +313,23 @@ def fn_params(fn: s.VectorFn) -> tuple[str, ...]:
 
 def size_of(spec: s.LayerSpec, dim: str) -> str:
     """Code for a dim's size inside a clause: of a tensor that has it, else the entry that every token carries."""
+    if dim in spec.consts:
+        return str(int(spec.consts[dim]))
+    if dim in spec.features:
+        return feature_size(spec.features[dim], size_of(spec, spec.features[dim].base))
     for tensor in spec.tensors:
         if dim in tensor.shape:
             return f'x["{tensor.name}"].shape[{tensor.shape.index(dim) - len(tensor.shape)}]'
     return f'x["|{dim}|"]'
+
+
+def feature_size(feature: s.FeatureDim, base: str) -> str:
+    """Code for the size of a dim that a feature map makes of one of size `base`."""
+    if feature.kind == "power":
+        return f"{base} ** {feature.order}"
+    return f"sum({base} ** i for i in range({feature.order + 1}))"
+
+
+def delayed(spec: s.LayerSpec) -> list[s.Expr]:
+    """What the layer's delays are taken of, each once."""
+    return list(dict.fromkeys(n.x for root in roots(spec) for n in walk(root) if isinstance(n, s.Delay)))

@@ -104,7 +104,7 @@ class _Made:
     spec: LayerSpec
     past: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
-    firsts: dict[str, Tensor] = field(default_factory=dict)
+    firsts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     values: dict[Expr, Tensor] = field(default_factory=dict)
     marks: set[str] = field(default_factory=set)
 
@@ -121,7 +121,8 @@ class _Made:
         declared = [replace(t, shape=self._at_step(t)) for t in self.spec.tensors]
         marks = [_gate(name, ()) for name in sorted(self.marks)]
         seen = [_gate(_seen(by), ()) for by in sorted(self.seen)]
-        tensors = (*declared, *self.past.values(), *seen, *marks, *self.firsts.values(), *self.values.values())
+        firsts = [made for made, _ in self.firsts.values()]
+        tensors = (*declared, *self.past.values(), *seen, *marks, *firsts, *self.values.values())
         return Prelude(
             tensors=tensors,
             history=history(self.spec),
@@ -129,7 +130,7 @@ class _Made:
             seen=tuple(sorted(self.seen)),
             steps=self.steps,
             step_dim=self.step_dim,
-            firsts=tuple((made, self.spec.tensor(name)) for name, made in self.firsts.items()),
+            firsts=tuple(self.firsts.values()),
             values=tuple((made, e) for e, made in self.values.items()),
         )
 
@@ -157,22 +158,13 @@ class _Made:
         """The same for a value of the prelude: in declared and delayed tensors alone, lets written out."""
         match e:
             case Ref(name=name, kind="let"):
-                return self.plain(dict(self.spec.lets)[name], ago) if ago else self._let(name)
+                return self.plain(dict(self.spec.lets)[name], ago)
             case Ref(name=name, kind="input" | "gate") if ago:
                 return self._past(name, ago)
             case Delay(x=x, by=by):
                 return mul(self._seen(ago + by), self.plain(x, ago + by))
             case _:
                 return with_children(e, tuple(self.plain(c, ago) for c in children(e)))
-
-    def _let(self, name: str) -> Expr:
-        """A let at the current token; what has been made for it is written out again."""
-        made = {t.name: e for e, t in self.values.items()}
-
-        def written_out(node: Expr) -> Expr | None:
-            return made.get(node.name) if isinstance(node, Ref) else None
-
-        return self.plain(rewrite(dict(self.spec.lets)[name], written_out), 0)
 
     def _past(self, name: str, by: int) -> Ref:
         declared = self.spec.tensor(name)
@@ -239,7 +231,7 @@ class _Made:
             definitions += [(f"{n}__{ago}" if ago else n, self.now(e, ago)) for n, e in derived.definitions]
             weight = self._weight(p, ago)
             for name, g in derived.gradients.items():
-                term = mul(weight, self.now(g, ago))
+                term = self.now(g, ago) if weight == ONE else mul(weight, self.now(g, ago))
                 gradients[name] = add(gradients[name], term) if ago else term
         return replace(derived, definitions=tuple(definitions), gradients=gradients)
 
@@ -271,9 +263,10 @@ class _Made:
     def _first(self, name: str) -> Ref:
         if name not in self.firsts:
             decay = next(t for t in [*self.spec.tensors, *self.past.values()] if t.name == name)
-            made = f"{name}{'_' if '__' in name else '__'}first"
-            self.firsts[name] = Tensor(made, "gate", decay.shape, "decay")
-        return Ref(self.firsts[name].name, "gate", self.firsts[name].shape)
+            own = f"{name}{'_' if '__' in name else '__'}first"
+            self.firsts[name] = Tensor(own, "gate", decay.shape, "decay"), decay
+        made = self.firsts[name][0]
+        return Ref(made.name, "gate", made.shape)
 
 
 def _gate(name: str, shape: Shape) -> Tensor:
