@@ -111,7 +111,7 @@ def _applied(spec: LayerSpec) -> dict[str, Span]:
 
 
 def _pass_rule(spec: LayerSpec, p: Pass, problems: list[Diagnostic]) -> PassRule | None:
-    loss = _inline_lets(spec, p)
+    loss = with_lets(spec, p)
     gradients = gradient(loss, p.memories)
     used = {node.name for node in walk(loss) if isinstance(node, Ref) and node.kind == "memory"}
     before = len(problems)
@@ -128,7 +128,7 @@ def _pass_rule(spec: LayerSpec, p: Pass, problems: list[Diagnostic]) -> PassRule
     return PassRule(p.name, definitions, named)
 
 
-def _inline_lets(spec: LayerSpec, p: Pass) -> Expr:
+def with_lets(spec: LayerSpec, p: Pass) -> Expr:
     """The bias with every definition that depends on this pass's memories written out."""
     own = {m.name for m in p.memories}
     inlined: dict[str, Expr] = {}

@@ -20,6 +20,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from ttmdsl.errors import CheckError, Diagnostic
 from ttmdsl.names import refusal, snake_case
 from ttmdsl.spec import LayerSpec, Memory, Ref, Shape, Tensor
+from ttmdsl.past import past_axes
+from ttmdsl.print_reference import feature_size
 from ttmdsl.state import ENDINGS, state_shapes
 from ttmdsl.templates import literal, render
 from ttmdsl.version import TORCH, TRITON, VERSION
@@ -27,7 +29,7 @@ from ttmdsl.version import TORCH, TRITON, VERSION
 _WIDTH = 120
 # What a spec's names cannot be beside those that `names` refuses: an axis, an entry of the state, and what the
 # templates use where a name of the spec is in reach.
-_TAKEN = frozenset(["N", "position", "F", "State", "conv_size", "norm_eps"])
+_TAKEN = frozenset(["N", "position", "tokens", "F", "State", "conv_size", "norm_eps"])
 _SQUASH = {"decay": "F.logsigmoid", "unit": "torch.sigmoid", "positive": "F.softplus", "real": ""}
 _NOTES = {
     "decay": "logarithm of a decay in (0, 1], so at most 0",
@@ -56,7 +58,10 @@ def emit_module(spec: LayerSpec, update: Iterable[str], sections: Mapping[str, s
         "params": {t.keyword: t.shape for t in tensors if t.kind == "param"},
         "ranges": {t.keyword: t.range for t in tensors},
         "memory": {m.name: m.shape for m in spec.memories},
-        "state": state_shapes(spec),
+        "state": state_shapes(spec) | past_axes(spec),
+        "features": {name: (f.base, f.kind, f.order) for name, f in spec.features.items()},
+        "prelude": sections.get("prelude", "").strip("\n"),
+        "steps": max(p.optimizer.per_token for p in spec.passes),
         "initial": {m.name: m.initial for m in spec.memories},
         "consts": spec.consts,
         "output": spec.passes[-1].read.shape,
@@ -81,6 +86,7 @@ def emit_module(spec: LayerSpec, update: Iterable[str], sections: Mapping[str, s
 
 _EXPORTS = (
     "CONSTS",
+    "FEATURES",
     "GATES",
     "INITIAL",
     "INPUTS",
@@ -182,6 +188,8 @@ def _default(spec: LayerSpec, dim: str) -> str:
 
 
 def _size(spec: LayerSpec, axis: str) -> str:
+    if axis in spec.features:
+        return feature_size(spec.features[axis], _size(spec, spec.features[axis].base))
     return str(int(spec.consts[axis])) if axis in spec.consts else axis
 
 
@@ -231,7 +239,8 @@ def _banner(title: str) -> str:
 
 def _table(name: str, value: Mapping[str, object]) -> str:
     """An annotated dict, on one line where it fits."""
-    kind = {"CONSTS": "float", "RANGES": "str", "INITIAL": "str"}.get(name, "tuple[str, ...]")
+    others = {"CONSTS": "float", "RANGES": "str", "INITIAL": "str", "FEATURES": "tuple[str, str, int]"}
+    kind = others.get(name, "tuple[str, ...]")
     text = f"{name}: dict[str, {kind}] = "
     if len(text + literal(dict(value))) <= _WIDTH:
         return text + literal(dict(value))

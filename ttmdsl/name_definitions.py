@@ -6,7 +6,7 @@ never meets one of the spec's own. Changes no value.
 
 from __future__ import annotations
 
-from ttmdsl.spec import Binary, Expr, JacT, LayerSpec, Map, MatVec, Norm, Ref
+from ttmdsl.spec import Apply, Binary, Expr, JacT, LayerSpec, Map, MatVec, Norm, Ref
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
 
 
@@ -27,6 +27,8 @@ def name_definitions(
 
     stems: dict[Expr, str] = {}
     for node in order:
+        if isinstance(node, Apply) and node.fn in spec.kernels:  # phi(k) has no components that a name could stand for
+            continue
         if len(node.shape) == 2 or not any(not isinstance(n, Binary) for n in walk(node) if children(n)):
             continue
         if node in residuals and node.shape:

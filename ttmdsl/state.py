@@ -10,7 +10,7 @@ from ttmdsl.spec import LayerSpec, Memory, MatVec, Pass, Ref, Shape, Transpose
 from ttmdsl.walk_expr import walk
 
 POSITION = "position"  # how many tokens each sequence has seen, modulo the groups that share a gradient point
-ENDINGS = ("_momentum", "_point", "_inverse")  # no memory's own name ends so
+ENDINGS = ("_momentum", "_point", "_inverse", "_past")  # no memory's own name ends so
 
 
 def momentum_name(memory: str) -> str:
