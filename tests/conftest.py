@@ -1,8 +1,11 @@
-"""Options shared by the tests: `--update-golden` rewrites the files of expected output instead of comparing."""
+"""Shared by the tests: `--update-golden` rewrites the files of expected output; a process with Triton's interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,27 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
         assert path.read_text(encoding="utf-8") == text
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton interprets its kernels: it reads TRITON_INTERPRET where they are defined."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(os.getpid).result()  # the process starts with the environment of this moment
+        yield pool
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The kernels that spill registers, as test_aot found them: bytes of stack by head size."""
+    found: dict[str, dict[int, int]] = {}
+    for report in [r for reports in terminalreporter.stats.values() for r in reports]:
+        for name, row in getattr(report, "user_properties", ()):
+            if name == "spill":
+                kernel = f"{row['variant']} {row['kernel']}, Triton {row['triton']}, {row['target']}"
+                found.setdefault(kernel, {})[row["head"]] = row["stack"]
+    if found:
+        terminalreporter.section("kernels that spill registers: bytes of stack by head size")
+        for kernel, stacks in found.items():
+            terminalreporter.line(f"{kernel}: " + ", ".join(f"{head}: {n}" for head, n in sorted(stacks.items())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import ttmdsl
 from ttmdsl.demo import text
 from ttmdsl.demo.model import ByteModel
-from ttmdsl.demo.train import Settings, evaluate, seconds_per_step, train
+from ttmdsl.demo.train import Curve, Settings, evaluate, train
 
 SMALL = Settings(steps=3, batch=2, length=16, hidden=16, heads=2, blocks=2, every=2)
 
@@ -49,14 +50,27 @@ def test_step_continues_what_forward_computes(name: str) -> None:
         torch.testing.assert_close(logits, whole[:, t])
 
 
-def test_training_is_deterministic_and_looks_at_the_end() -> None:
+def trained(settings: Settings) -> dict[str, Curve]:
     corpus = text.Text(torch.arange(256).repeat(4), torch.arange(100))
-    curves = [train(small_model("linear_attention"), corpus, SMALL) for _ in range(2)]
-    assert curves[0].train == curves[1].train
-    assert [step for step, _ in curves[0].heldout] == [2, 3]
-    assert curves[0].final == curves[0].heldout[-1][1]
-    assert curves[0].tokens == 3 * 2 * 16
-    assert curves[0].speed > 0
+    return train({name: small_model(name) for name in ("linear_attention", "delta_net")}, corpus, settings)
+
+
+def test_training_is_deterministic_and_looks_at_the_end() -> None:
+    first, second = trained(SMALL), trained(SMALL)
+    for name, curve in first.items():
+        assert curve.train == second[name].train
+        assert [step for step, _ in curve.heldout] == [2, 3]
+        assert curve.final == curve.heldout[-1][1]
+        assert curve.tokens == 3 * 2 * 16
+        assert curve.speed > 0
+
+
+def test_training_stops_with_the_budget_for_all_alike() -> None:
+    curves = trained(replace(SMALL, steps=10**6, budget=1.0))
+    steps = {len(curve.train) for curve in curves.values()}
+    assert len(steps) == 1
+    assert steps.pop() < 10**6
+    assert all(curve.heldout[-1][0] == len(curve.train) for curve in curves.values())
 
 
 def test_evaluation_covers_every_window() -> None:
@@ -64,13 +78,6 @@ def test_evaluation_covers_every_window() -> None:
     with torch.no_grad():
         model.head.weight.zero_()  # every byte as likely as any other
     assert evaluate(model, torch.arange(100), SMALL) == pytest.approx(8.0)
-
-
-def test_timing_leaves_the_model_alone() -> None:
-    model = small_model("linear_attention")
-    before = [parameter.clone() for parameter in model.parameters()]
-    assert seconds_per_step(model, text.load(), SMALL) > 0
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def demo(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -32,9 +32,10 @@ LAYERS = [(name, {}) for name in ttmdsl.layers()] + GROUPED
 def draw(
     module: ModuleType, batch: int, length: int, heads: int = 2, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
-    x = {key: torch.randn(batch, length, heads, *(SIZES[a] for a in axes)) for key, axes in module.INPUTS.items()}
-    x |= {key: torch.rand(batch, length, heads, *(SIZES[a] for a in axes)) for key, axes in module.GATES.items()}
-    x |= {key: torch.rand(heads, *(SIZES[a] for a in axes)) for key, axes in module.PARAMS.items()}
+    size = SIZES | {name: int(value) for name, value in module.CONSTS.items()}
+    x = {key: torch.randn(batch, length, heads, *(size[a] for a in axes)) for key, axes in module.INPUTS.items()}
+    x |= {key: torch.rand(batch, length, heads, *(size[a] for a in axes)) for key, axes in module.GATES.items()}
+    x |= {key: torch.rand(heads, *(size[a] for a in axes)) for key, axes in module.PARAMS.items()}
     return {key: (-t if module.RANGES[key] == "decay" else t).to(dtype) for key, t in x.items()}
 
 

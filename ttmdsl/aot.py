@@ -76,11 +76,10 @@ def parse_variant(variant: str) -> tuple[str, dict[str, float]]:
 
 def capability(target: str) -> int:
     """The compute capability of a target such as "sm_90"."""
-    number = target.removeprefix("sm_")
-    if not number.isdigit() or int(number) not in SHARED_KIB:
-        known = ", ".join(f"sm_{n}" for n in SHARED_KIB)
-        raise LoadError(f"target {target!r}: expected one of {known}")
-    return int(number)
+    known = {f"sm_{number}": number for number in SHARED_KIB}
+    if target not in known:
+        raise LoadError(f"target {target!r}: expected one of {', '.join(known)}")
+    return known[target]
 
 
 # ---- many kernels -------------------------------------------------------------------------------------------
@@ -161,6 +160,8 @@ def compile_kernels(job: Job) -> list[Resources]:
         for name, value in vars(module).items()
         if isinstance(value, triton.runtime.jit.JITFunction) and name.endswith("_kernel")
     }
+    if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
+        return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     return [_compile(job, module, name, kernel, sizes) for name, kernel in kernels.items()]
 
 
@@ -179,7 +180,7 @@ def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int
         for argument in kernel.arg_names
     }
     # as a launch with torch's tensors would find: their addresses are multiples of 16
-    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a] != "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
     spot = Resources(job.variant, name, job.target, job.head, job.dtype, options["num_warps"])
     began = time.perf_counter()
     try:
@@ -201,8 +202,9 @@ def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int
 
 
 def _pointer(held: str | None, dtype: str) -> str:
-    """A pointer's type in a kernel's signature: by what the module says it holds, else a tensor of the schedule."""
-    return {"input": POINTERS[dtype], None: "*i64"}.get(held, POINTERS["float32"])
+    """An argument's type in a kernel's signature: by what the module says it holds, else a tensor of the schedule."""
+    known = {"input": POINTERS[dtype], "float64": "*fp64", "int64": "*i64", "count": "i32", "number": "fp32"}
+    return known.get(held or "int64", POINTERS["float32"])
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from ttmdsl import syntax
 from ttmdsl.check_expr import Reader
 from ttmdsl.check_fn import vector_fn
 from ttmdsl.check_kernel import check_let, check_passes, kernel_map
-from ttmdsl.check_past import feature_dim, feature_kind, feature_order
 from ttmdsl.check_pass import check_pass
+from ttmdsl.check_past import feature_dim, feature_kind, feature_order
 from ttmdsl.errors import NOWHERE, CheckError, Diagnostic, LoadError
 from ttmdsl.names import layer_refusal, refusal
 from ttmdsl.parse import MAX_NUMBER
@@ -91,6 +91,13 @@ def _layer(tree: syntax.Layer, scope: Scope, source: str, filename: str) -> Laye
             scope.passes[checked.name] = checked.read.shape
             passes.append(checked)
     check_passes(tuple(passes), scope)
+    for p in passes[1:]:
+        mine, first = ((o.per_token, o.step_dim) for o in (p.optimizer, passes[0].optimizer))
+        if mine != first:
+            counts = f"`{p.name}` takes {mine[0]}, and `{passes[0].name}` {first[0]}"
+            span = p.optimizer.span if p.optimizer.span != NOWHERE else p.span
+            hint = "write the same `steps` into each pass's optimizer"
+            scope.error(span, f"the passes take different numbers of gradient steps for a token: {counts}", hint)
     used = {d for t in tensors for d in t.shape} | {d for m in scope.memories.values() for d in m.shape}
     used |= {f.base for f in scope.features.values()}
     # After other errors the shapes that would use a dim may be missing.
@@ -139,7 +146,10 @@ def _declare_all(tree: syntax.Layer, blocks: tuple[syntax.Block, ...], scope: Sc
                     _declare(item.name, scope)
             case syntax.Function(name=name):
                 _declare(name, scope)
-            case syntax.Let(name=name) | syntax.FeatureClause(name=name):
+            case syntax.FeatureClause(name=name):
+                _declare(name, scope)
+                scope.kernel_names.add(name.text)
+            case syntax.Let(name=name):
                 _declare(name, scope)
             case _:
                 pass
@@ -179,7 +189,7 @@ def _shape(names: tuple[syntax.Name, ...], scope: Scope) -> Shape | None:
                 hint = f"`{name.text}` is {value:g}"
                 scope.error(name.span, f"a dim must be a whole number from 1 to {MAX_DIM}", hint)
                 fine = False
-        elif name.text in scope.kernels:
+        elif name.text in scope.kernel_names and name.text not in scope.failed:
             hint = "it may be a memory's columns, as in `memory S[d_v, phi]`, and nothing else has them"
             scope.error(name.span, f"`{name.text}` is a feature map of infinitely many components", hint)
             fine = False

@@ -298,7 +298,8 @@ class Reader:
             case "stop":
                 if not self.place.learns:
                     hint = "it makes a constant of what the bias's gradient would go through"
-                    self.scope.error(call.span, f"`stop` means something in the bias alone, not in {self.place.title}", hint)
+                    message = f"`stop` means something in the bias alone, not in {self.place.title}"
+                    self.scope.error(call.span, message, hint)
                     return None
                 return Stop(a, a.shape, span=call.span)
             case "normalized":
@@ -317,7 +318,7 @@ class Reader:
                 return Map(name, a, a.shape, span=call.span)
 
     def _kernel(self, call: syntax.Call, env: Env) -> Expr | None:
-        """A feature map at a vector: known by its inner products alone, so only a memory over it may be its neighbour."""
+        """A feature map at a vector: known by its inner products alone, so only a memory over it may be next to it."""
         x = self.read(call.args[0], env) if self.arity(call, 1) else None
         if x is None or self._rank(x, 1, f"`{call.fn.text}` wants a vector"):
             return None

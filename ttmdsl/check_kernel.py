@@ -37,6 +37,7 @@ from ttmdsl.walk_expr import children, walk
 
 MAX_LAST = 1_048_576
 _FORM = "such as `feature phi = exp(scale * <., .>)` or `exp(<., .> / sqrt(d_k))`"
+_NUMERIC = ("sqrt", "exp", "log", "abs")  # functions of numbers alone
 _READ = "it exists only through its inner products, such as in `S @ phi(k)`"
 
 
@@ -53,7 +54,7 @@ def kernel_map(clause: syntax.FeatureClause, scope: Scope) -> KernelMap | None:
     if scale is None:
         return None
     for node in walk(scale):
-        if not isinstance(node, Num | Const | Size | Binary | Map):
+        if not isinstance(node, Num | Const | Size | Binary) and not (isinstance(node, Map) and node.fn in _NUMERIC):
             hint = f"scale the keys and queries instead: `{name}(tau * k)`"
             scope.error(node.span, "the kernel's scale must be a number known before the first token", hint)
             return None
@@ -79,6 +80,8 @@ def _slope(e: syntax.Expr, scope: Scope) -> Expr | None:
             return inner and factor and reader.binary("mul" if op == "*" else "div", inner, factor, span)
         case syntax.Operation(op="*", a=a, b=b, span=span) if _holds_slots(b) and not _holds_slots(a):
             factor, inner = reader.read(a), _slope(b, scope)
+            if inner and factor and inner == Num(1.0):
+                return factor
             return inner and factor and reader.binary("mul", factor, inner, span)
         case _:
             scope.error(e.span, "the kernel's exponent must be a multiple of <., .>", _FORM)
@@ -130,12 +133,18 @@ def check_kernel_pass(p: Pass, last: Span | None, scope: Scope) -> None:
     memory = over[0]
     if len(p.memories) > 1:
         other = next(m for m in p.memories if m is not memory)
-        scope.error(other.span, f"`{memory.name}` is over an infinite-dimensional feature map, and stands alone in its pass")
+        hint = "a memory of several parameters wants features that have components, such as `taylor(k, 3)`"
+        message = f"`{memory.name}` is over an infinite-dimensional feature map, and stands alone in its pass"
+        scope.error(other.span, message, hint)
     if memory.initial != "zero":
-        scope.error(memory.span, f"`{memory.name}` starts from nothing: it has no matrix to be anything else", "leave it out")
+        message = f"`{memory.name}` starts from nothing: it has no matrix to be anything else"
+        scope.error(memory.span, message, "leave it out")
     if p.project:
         span = next(iter(p.project.values())).span
-        scope.error(span, f"`{memory.name}` has infinitely many columns, so none of them can be projected", "drop `project`")
+        message = f"`{memory.name}` has infinitely many columns, so none of them can be projected"
+        scope.error(span, message, "drop `project`")
+    if "L" in scope.dims:
+        scope.error(scope.dims["L"], f"`L` is how many tokens `{memory.name}` holds", "give this dim another name")
     _optimizer(p, memory, scope)
     _retention(p, memory, scope)
     if p.last is not None and last is not None:
@@ -185,7 +194,8 @@ def _optimizer(p: Pass, memory: Memory, scope: Scope) -> None:
     if optimizer.kind != "gd" or optimizer.per_token > 1:
         what = optimizer.kind if optimizer.kind != "gd" else f"gd with {optimizer.per_token} steps for each token"
         hint = "its coefficients learn by `gd(rate = eta)`"
-        scope.error(optimizer.span, f"`{name}` is over an infinite-dimensional feature map, and {what} has no kernel form", hint)
+        message = f"`{name}` is over an infinite-dimensional feature map, and {what} has no kernel form"
+        scope.error(optimizer.span, message, hint)
     elif optimizer.rate.shape:
         hint = "weigh the value instead: `-<S @ phi(k), beta * v>`"
         found = describe(optimizer.rate.shape)
@@ -218,7 +228,12 @@ def check_let(value: Expr, scope: Scope) -> None:
 
 
 def check_passes(passes: tuple[Pass, ...], scope: Scope) -> None:
-    """All passes of a layer are of one kind."""
+    """All passes of a layer are of one kind, and every feature map has its memory."""
+    columns = {m.shape[1] for m in scope.memories.values()}
+    for kernel in () if scope.errors else scope.kernels.values():
+        if kernel.name not in columns:
+            hint = f"`memory S[d_v, {kernel.name}]`, or remove it"
+            scope.error(kernel.span, f"no memory is over `{kernel.name}`", hint)
     over = [any(m.shape[1] in scope.kernels for m in p.memories) for p in passes]
     if any(over) and not all(over):
         p = passes[over.index(False)]

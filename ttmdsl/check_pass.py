@@ -5,20 +5,21 @@ Input: a `syntax.Block` and the scope, its memories declared. Output: `spec.Pass
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, TypeAlias, TypeVar, get_args
 
 from ttmdsl import syntax
 from ttmdsl.check_expr import Reader
 from ttmdsl.check_kernel import check_kernel_pass, take_last
-from ttmdsl.check_past import MAX_WINDOW, free_of_memories, whole
+from ttmdsl.check_window import no_pass_per_step, step_dim, window
 from ttmdsl.errors import Span
 from ttmdsl.known import known_number
 from ttmdsl.scope import Place, Scope, describe, suggestion
 from ttmdsl.simplify_expr import walk
-from ttmdsl.spec import Expr, Memory, Num, Optimizer, OptimizerKind, Pass, Ref, Window
+from ttmdsl.spec import Expr, Memory, Num, Optimizer, OptimizerKind, Pass, Ref
 
 MAX_BATCH = 65_536
-MAX_NEWTON = 16
+MAX_STEPS = 16
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "gd": ("rate", "steps", "at", "batch"),
@@ -55,10 +56,11 @@ def check_pass(block: syntax.Block, scope: Scope) -> Pass | None:
         if clause is None:
             scope.error(block.name.span, f"{title} has no `{example.split()[0]}`", f"such as `{example}`")
 
-    one = _step_dim(optimizer_clause, scope)
+    one = step_dim(optimizer_clause, scope)
     learning = Place("the bias", names, earlier, name, learns=True, step_dim=one)
     bias = bias_clause and _bias(bias_clause, learning, memories, scope)
-    window = bias_clause and bias_clause.window and _window(bias_clause.window, bias, earlier, name, one, scope)
+    windowed = None if bias_clause is None else bias_clause.window
+    tokens = windowed and window(windowed, bias or None, earlier, name, one, scope)
     keeping = Place("the retention", names, earlier, name)
     retention_clause, last, last_span = take_last(_one(syntax.Retention, block, scope), keeping, scope)
     retention = _maps(retention_clause, keeping, scope)
@@ -74,20 +76,20 @@ def check_pass(block: syntax.Block, scope: Scope) -> Pass | None:
         return None
     kept = {m.name: retention.get(m.name, Ref(m.name, "memory", m.shape, span=m.span)) for m in memories}
     if optimizer.kind == "least_squares":
-        for clause in (_one(syntax.Retention, block, scope), project_clause):
-            if clause is not None:
+        for other in (_one(syntax.Retention, block, scope), project_clause):
+            if other is not None:
                 hint = "the state is what minimises the sum over all tokens, and nothing else"
-                scope.error(clause.span, "this has no place beside least_squares", hint)
-    if bias_clause and bias_clause.window and window is None:
+                scope.error(other.span, "this has no place beside least_squares", hint)
+    if windowed and tokens is None:
         return None
-    if window and optimizer.kind in ("implicit", "least_squares"):
+    if tokens and optimizer.kind in ("implicit", "least_squares"):
         hint = "with gd, momentum or muon"
-        scope.error(window.span, f"a window is a sum of gradients, and {optimizer.kind} takes none", hint)
+        scope.error(tokens.span, f"a window is a sum of gradients, and {optimizer.kind} takes none", hint)
     if optimizer.per_token > 1:
-        _no_pass_per_step((bias, optimizer.rate, *kept.values()), optimizer, scope)
+        no_pass_per_step((bias, optimizer.rate, *kept.values()), optimizer, scope)
     if project_clause and project_clause.when and scope.consts.get(project_clause.when.text) == 0:
         project = {}
-    checked = Pass(name, memories, bias, kept, optimizer, project, read, window, last, span=block.span)
+    checked = Pass(name, memories, bias, kept, optimizer, project, read, tokens or None, last, span=block.span)
     check_kernel_pass(checked, last_span, scope)
     return checked
 
@@ -116,56 +118,6 @@ def _bias(clause: syntax.Bias, place: Place, memories: tuple[Memory, ...], scope
         if memory.name not in used:
             scope.error(memory.span, f"the bias does not use `{memory.name}`, so it would never learn")
     return bias
-
-
-def _window(
-    clause: syntax.Window, bias: Expr | None, earlier: frozenset[str], owner: str, step_dim: str, scope: Scope
-) -> Window | None:
-    """`window(c, weight = gamma) of`: c is known, the weight a vector of c, the summand of inputs and gates alone."""
-    place = Place("the window", frozenset(), earlier, owner, step_dim=step_dim)
-    read = Reader(scope, place).read(clause.size)
-    size = None if read is None else whole(read, 1, MAX_WINDOW, "a window's size", clause.size.span, scope)
-    weight: Expr | None = None
-    fine = True
-    for setting in clause.settings:
-        if setting.name.text != "weight" or weight is not None:
-            found = "is set twice" if setting.name.text == "weight" else "is no setting of a window: it has `weight`"
-            scope.error(setting.name.span, f"`{setting.name.text}` {found}")
-            fine = False
-            continue
-        weight = Reader(scope, place).read(setting.value)
-        fine = weight is not None and fine
-        if weight is None or size is None:
-            continue
-        length = scope.consts.get(weight.shape[0]) if len(weight.shape) == 1 else None
-        if length != size:
-            found = describe(weight.shape) + (f" with {weight.shape[0]} = {length:g}" if length is not None else "")
-            hint = f"such as `gate gamma[c]`, c = {size}; its last entry is the current token's"
-            scope.error(setting.value.span, f"the weight of a window of {size} tokens is a vector of {size}, and this is {found}", hint)
-            fine = False
-        fine = free_of_memories(weight, setting.value.span, "a window's weight", scope) and fine
-    for node in walk(bias) if bias is not None else ():
-        if isinstance(node, Ref) and node.kind == "pass":
-            hint = "the summand is taken anew for every token of the window, and what was read out is not kept"
-            scope.error(node.span, f"a window's bias may not use `{node.name}`, which an earlier pass reads out", hint)
-            fine = False
-    return Window(size, weight, span=clause.span) if fine and size is not None else None
-
-
-def _step_dim(clause: syntax.OptimizerClause | None, scope: Scope) -> str:
-    """The constant that counts the gradient steps of a token, if one does: tensors may have it as their first dim."""
-    for s in clause.settings if clause and clause.kind.text == "gd" else ():
-        if s.name.text == "steps" and isinstance(s.value, syntax.Name) and s.value.text in scope.consts:
-            return s.value.text
-    return ""
-
-
-def _no_pass_per_step(used: tuple[Expr, ...], optimizer: Optimizer, scope: Scope) -> None:
-    """A pass of several steps may read what an earlier one made at the end alone."""
-    for node in (n for e in used for n in walk(e)):
-        if isinstance(node, Ref) and node.kind == "pass":
-            hint = "it may stand in the readout"
-            scope.error(node.span, f"with {optimizer.per_token} steps for each token, no step may use `{node.name}`", hint)
 
 
 def _maps(clause: syntax.Retention | syntax.Project | None, place: Place, scope: Scope) -> dict[str, Expr] | None:
@@ -226,7 +178,7 @@ def _optimizer(
     push = settings.get("momentum" if kind == "muon" else "decay")
     decay = None if push is None else _factor(push, place, memories, scope)
     batch = _whole("batch", settings["batch"], MAX_BATCH, place, scope) if "batch" in settings else 1
-    newton = _whole("number of steps", settings["steps"], MAX_NEWTON, place, scope) if "steps" in settings else 5
+    newton = _whole("number of steps", settings["steps"], MAX_STEPS, place, scope) if "steps" in settings else 5
     ridge = _ridge(settings["ridge"], place, scope) if "ridge" in settings else None
     at = _point(settings["at"], scope) if "at" in settings else "previous"
     if kind in _NEEDED and _NEEDED[kind] not in settings:
@@ -243,11 +195,11 @@ def _optimizer(
     point: Point = "retained" if at == "retained" or kind == "implicit" else "previous"
     for known in get_args(OptimizerKind):
         if kind == known:
-            stepping = {"per_token": newton, "step_dim": place.step_dim} if kind == "gd" and "steps" in settings else {}
-            newton = newton if kind == "muon" else 5
-            return Optimizer(
-                known, rate, decay, point, batch, newton_schulz=newton, ridge=ridge, span=clause.span, **stepping
-            )
+            found = Optimizer(known, rate, decay, point, batch, ridge=ridge, span=clause.span)
+            if kind == "muon":
+                return replace(found, newton_schulz=newton)
+            stepping = kind == "gd" and "steps" in settings
+            return replace(found, per_token=newton, step_dim=place.step_dim) if stepping else found
     raise AssertionError(kind)
 
 
@@ -303,7 +255,8 @@ def _ridge(e: syntax.Expr, place: Place, scope: Scope) -> Expr | None:
     for node in walk(read):
         if isinstance(node, Ref) and node.kind != "param":
             hint = "declare it so: `param lam: positive`"
-            scope.error(node.span, f"the ridge must be of params and constants alone, and `{node.name}` is neither", hint)
+            message = f"the ridge must be of params and constants alone, and `{node.name}` is neither"
+            scope.error(node.span, message, hint)
             return None
     return read
 

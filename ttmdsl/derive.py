@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from typing_extensions import assert_never
 
+from ttmdsl.derive_argmin import argmin_steps
 from ttmdsl.errors import NOWHERE, DeriveError, Diagnostic, Span
 from ttmdsl.functions import is_piecewise_constant
 from ttmdsl.jacobian import SOFTMAX, jacobian, softmax_jacobian
@@ -123,9 +124,16 @@ def _pass_rule(spec: LayerSpec, p: Pass, problems: list[Diagnostic]) -> PassRule
             problems.append(_flat(loss, memory, p))
     if len(problems) > before:
         return None
+    auxiliary: tuple[Memory, ...] = ()
+    if p.optimizer.kind in ("implicit", "least_squares"):
+        solved = argmin_steps(loss, p, gradient)
+        if isinstance(solved, Diagnostic):
+            problems.append(solved)
+            return None
+        gradients, auxiliary = solved
     gradients = {name: _running(g) for name, g in gradients.items()}
     definitions, named = name_definitions(_running(loss), gradients, spec)
-    return PassRule(p.name, definitions, named)
+    return PassRule(p.name, definitions, named, auxiliary)
 
 
 def with_lets(spec: LayerSpec, p: Pass) -> Expr:

@@ -54,7 +54,14 @@ def _unary(slope: Callable[[Builder, Node, Node], Node]) -> Rule:
 
 def _pow(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     exponent = float(n.attr[0])  # type: ignore[arg-type]
-    yield n.args[0], b.mul(d, b.mul(b.const(exponent), b.pow(n.args[0], exponent - 1)))
+    x = n.args[0]
+    below = b.mul(n, _over(b, x)) if 0 < exponent < 1 else b.pow(x, exponent - 1)
+    yield x, b.mul(d, b.mul(b.const(exponent), below))
+
+
+def _over(b: Builder, x: Node) -> Node:
+    """1 / x for x >= 0, finite at 0: a root's slope is infinite there, and taken as 0."""
+    return b.recip(b.map("max", x, b.const(1e-30)))
 
 
 def _flat(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
@@ -92,6 +99,11 @@ def _tri_inv(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     left = b.contract(b.rename(n, "s", "u"), d, {"t"})  # [row u, s] = sum_t Y[t, u] dY[t, s]
     both = b.contract(left, n, {"s"})  # [row u, column t] = sum_s left[u, s] Y[t, s]
     yield n.args[0], b.mask(b.rename(b.rename(both, "t", "s"), "u", "t"), "strict")
+
+
+def _newton_schulz(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    x = n.args[0]
+    yield x, b.make("newton_schulz_back", (x, b.expand(d, x.axes)), x.axes, *n.attr)
 
 
 def _decay_dot(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
@@ -138,7 +150,7 @@ RULES: dict[str, Rule] = {
     "recip": _unary(lambda b, x, y: b.neg(b.mul(y, y))),
     "exp2": _unary(lambda b, x, y: b.mul(b.const(LN2), y)),
     "log2": _unary(lambda b, x, y: b.mul(b.const(1 / LN2), b.recip(x))),
-    "sqrt": _unary(lambda b, x, y: b.mul(b.const(0.5), b.recip(y))),
+    "sqrt": _unary(lambda b, x, y: b.mul(b.const(0.5), b.mul(y, _over(b, x)))),
     "rsqrt": _unary(lambda b, x, y: b.mul(b.const(-0.5), b.mul(y, b.recip(x)))),
     "tanh": _unary(lambda b, x, y: b.sub(b.const(1.0), b.mul(y, y))),
     "erf": _unary(
@@ -157,6 +169,7 @@ RULES: dict[str, Rule] = {
     "mask": _mask,
     "cumsum": _cumsum,
     "tri_inv": _tri_inv,
+    "newton_schulz": _newton_schulz,
     "decay_dot": _decay_dot,
     "decay_mix": _decay_mix,
     "decay_mix_t": _decay_mix_t,

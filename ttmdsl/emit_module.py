@@ -1,8 +1,8 @@
 """The generated module: the surface of `op`, `step` and `Layer` framed around the backends' sections.
 
-Input: a `LayerSpec`, the lines of its derived update, and the source text of three sections: "reference" defines
-`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`. Output: one file
-that needs torch and triton alone. Does not print arithmetic, and decides nothing about schedules.
+Input: a `LayerSpec`, the lines of its derived update, and the source text of its sections: "reference" defines
+`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`, and "prelude", which
+may be empty, `_prelude(x, state, bounds, dtype)`. Output: one file that needs torch and triton alone. Does not print arithmetic, and decides nothing about schedules.
 
 A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by
 `repr`, and into comments line by line with everything unprintable escaped.
@@ -19,12 +19,13 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from ttmdsl.errors import CheckError, Diagnostic
 from ttmdsl.names import refusal, snake_case
-from ttmdsl.spec import LayerSpec, Memory, Ref, Shape, Tensor
 from ttmdsl.past import past_axes
 from ttmdsl.print_reference import feature_size
-from ttmdsl.state import ENDINGS, state_shapes
+from ttmdsl.spec import Apply, LayerSpec, Memory, Ref, Shape, Tensor
+from ttmdsl.state import ENDINGS, inverse_name, state_shapes
 from ttmdsl.templates import literal, render
 from ttmdsl.version import TORCH, TRITON, VERSION
+from ttmdsl.walk_expr import walk
 
 _WIDTH = 120
 # What a spec's names cannot be beside those that `names` refuses: an axis, an entry of the state, and what the
@@ -39,9 +40,15 @@ _NOTES = {
 }
 
 
-def emit_module(spec: LayerSpec, update: Iterable[str], sections: Mapping[str, str]) -> str:
-    """The module's source text. `update` are the lines of the derived update, shown in its header."""
+def emit_module(
+    spec: LayerSpec, update: Iterable[str], sections: Mapping[str, str], state: Mapping[str, Shape] | None = None
+) -> str:
+    """The module's source text. `update` are the lines of the derived update, shown in its header.
+
+    `state` is the layout of a state that grows, one of keys and coefficients in place of matrices.
+    """
     _verify_names(spec)
+    matrices = () if state else spec.memories
     tensors = [_tensor(spec, t) for kind in ("input", "gate", "param") for t in spec.tensors if t.kind == kind]
     alias = snake_case(spec.name)
     context: dict[str, object] = {
@@ -57,12 +64,15 @@ def emit_module(spec: LayerSpec, update: Iterable[str], sections: Mapping[str, s
         "gates": {t.keyword: t.shape for t in tensors if t.kind == "gate"},
         "params": {t.keyword: t.shape for t in tensors if t.kind == "param"},
         "ranges": {t.keyword: t.range for t in tensors},
-        "memory": {m.name: m.shape for m in spec.memories},
-        "state": state_shapes(spec) | past_axes(spec),
+        "memory": {m.name: m.shape for m in matrices},
+        "state": state or state_shapes(spec) | past_axes(spec),
+        "grows": state is not None,
+        "ridges": {inverse_name(m.name): p.name for p in spec.passes if p.optimizer.ridge for m in p.memories},
         "features": {name: (f.base, f.kind, f.order) for name, f in spec.features.items()},
+        "feature_size": lambda name, base: feature_size(spec.features[name], base),
         "prelude": sections.get("prelude", "").strip("\n"),
         "steps": max(p.optimizer.per_token for p in spec.passes),
-        "initial": {m.name: m.initial for m in spec.memories},
+        "initial": {m.name: m.initial for m in matrices},
         "consts": spec.consts,
         "output": spec.passes[-1].read.shape,
         "output_size": _product([_size(spec, axis) for axis in spec.passes[-1].read.shape]),
@@ -120,7 +130,10 @@ class _Learned:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A keyword of op, and where Layer has it from. role: key (convolved, unit length), plain, gate or param."""
+    """A keyword of op, and where Layer has it from.
+
+    role: key (convolved, unit length), score (convolved), plain, gate or param.
+    """
 
     keyword: str
     kind: str
@@ -147,12 +160,17 @@ class _Tensor:
 
 def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     """The papers' blocks: q and k through a short convolution to unit length; gates start where learning is stable."""
-    role = "key" if t.kind == "input" and t.name in ("q", "k") else "plain" if t.kind == "input" else t.kind
+    averaged = any(isinstance(n, Apply) and n.fn == "normalized" for p in spec.passes for n in walk(p.read))
+    keyed = "score" if averaged else "key"  # an average stays bounded for keys of any length, and sharpens with it
+    role = keyed if t.kind == "input" and t.name in ("q", "k") else "plain" if t.kind == "input" else t.kind
     rate = [p.optimizer for p in spec.passes if t.name in _names(spec, p.optimizer.rate)]
     momentum = any(t.name in _names(spec, p.optimizer.decay) for p in spec.passes)
-    squash = "torch.sigmoid" if t.range == "real" and t.kind == "gate" and rate else _SQUASH[t.range]
+    weighed = [p.window.size for p in spec.passes if p.window and t.name in _names(spec, p.window.weight)]
+    bounded = t.range == "real" and t.kind == "gate" and (rate or weighed)
+    squash = "torch.sigmoid" if bounded else _SQUASH[t.range]
     title = {
         "key": "projection, short convolution with SiLU, unit length",
+        "score": "projection, short convolution with SiLU",
         "plain": "projection",
         "gate": f"projection{', ' + squash if squash else ''}",
         "param": f"one value for each head{', ' + squash if squash else ''}",
@@ -162,6 +180,8 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     elif rate:  # one step of about 1, or 1/2, spread over the tokens that share a gradient point and over the momentum
         step = min(1 / (o.batch * (4 if o.kind in ("momentum", "muon") else 1)) for o in rate)
         start = math.log(math.expm1(step)) if t.range == "positive" else math.log(step)
+    elif weighed and bounded:  # the tokens of a window share a weight of about 1
+        start = -math.log(max(weighed) - 1) if max(weighed) > 1 else 4.0
     else:
         start = {"positive": math.log(math.expm1(1)), "real": 0.0 if t.kind == "gate" else 1.0}.get(t.range, 0.0)
     sizes = [_size(spec, axis) for axis in t.shape]

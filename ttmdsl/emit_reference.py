@@ -38,7 +38,7 @@ def _line(spec: s.LayerSpec, span: Span, default: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def _vector_function(spec: s.LayerSpec, fn: s.VectorFn) -> _Function:
+def vector_function(spec: s.LayerSpec, fn: s.VectorFn) -> _Function:
     printer = Printer(spec, "")
     printer.like = printer.local(fn.arg)
     params = tuple(printer.local(name) for name in fn_params(fn))
@@ -49,7 +49,9 @@ def _vector_function(spec: s.LayerSpec, fn: s.VectorFn) -> _Function:
     return _Function(f"_ref_fn_{fn.name}", (printer.like, *params), comment, tuple(printer.definitions), text)
 
 
-def _clause(spec: s.LayerSpec, name: str, exprs: s.Expr | Mapping[str, tuple[s.Expr, Axes]], comment: str) -> _Function:
+def clause_function(
+    spec: s.LayerSpec, name: str, exprs: s.Expr | Mapping[str, tuple[s.Expr, Axes]], comment: str
+) -> _Function:
     """A function of (memory, x): one value, or a dict with one for each memory, shaped like that memory."""
     printer = Printer(spec, f'x["{spec.tensors[0].name}"]', ("memory", "x"))
     if isinstance(exprs, Mapping):
@@ -70,13 +72,16 @@ def _pass_functions(spec: s.LayerSpec, p: s.Pass) -> Iterable[_Function]:
         return {m.name: (exprs.get(m.name, s.Ref(m.name, "memory", m.shape)), m.shape) for m in p.memories}
 
     def clause(role: str, exprs: s.Expr | Mapping[str, tuple[s.Expr, Axes]]) -> _Function:
-        return _clause(spec, f"_ref_{role}_{p.name}", exprs, role)
+        return clause_function(spec, f"_ref_{role}_{p.name}", exprs, role)
 
     yield clause("bias", p.bias)
     if p.window and p.window.weight is not None:
         yield clause("weight", p.window.weight)
     yield clause("retention", mapped(p.retention))
-    yield clause("rate", each(p.optimizer.rate))
+    if p.optimizer.ridge is None:
+        yield clause("rate", each(p.optimizer.rate))
+    else:
+        yield clause("ridge", p.optimizer.ridge)
     if p.optimizer.decay is not None:
         yield clause("decay", each(p.optimizer.decay))
     if p.project:
@@ -84,7 +89,7 @@ def _pass_functions(spec: s.LayerSpec, p: s.Pass) -> Iterable[_Function]:
     yield clause("read", p.read)
 
 
-def _token(spec: s.LayerSpec) -> list[tuple[str, str]]:
+def token_entries(spec: s.LayerSpec) -> list[tuple[str, str]]:
     """The dict of one token's tensors by the spec's names, and the sizes of dims that only memories have."""
     token = []
     for tensor in spec.tensors:
@@ -127,9 +132,9 @@ def _stepped(spec: s.LayerSpec, p: s.Pass) -> list[str]:
 
 def emit_reference(spec: s.LayerSpec) -> str:
     """The section's source text; its surroundings import torch and call `_reference(x, state)`."""
-    functions = [_vector_function(spec, fn) for fn in spec.fns.values()]
-    functions += [_clause(spec, f"_ref_let_{name}", expr, name) for name, expr in spec.lets]
-    functions += [_clause(spec, f"_ref_past_{i}", expr, "") for i, expr in enumerate(delayed(spec))]
+    functions = [vector_function(spec, fn) for fn in spec.fns.values()]
+    functions += [clause_function(spec, f"_ref_let_{name}", expr, name) for name, expr in spec.lets]
+    functions += [clause_function(spec, f"_ref_past_{i}", expr, "") for i, expr in enumerate(delayed(spec))]
     functions += [f for p in spec.passes for f in _pass_functions(spec, p)]
     passes: list[dict[str, Any]] = [
         {
@@ -139,7 +144,8 @@ def emit_reference(spec: s.LayerSpec) -> str:
             "retained": p.optimizer.at == "retained",
             "kind": p.optimizer.kind,
             "newton_schulz": p.optimizer.newton_schulz,
-            "transposed": [m.name for m in p.memories if reads_transposed(p, m)],
+            "first": p.memories[0].name,
+            "turn": ".mT" if reads_transposed(p, p.memories[0]) else "",
             "projects": bool(p.project),
             "window": p.window.size if p.window else 0,
             "weighted": p.window is not None and p.window.weight is not None,
@@ -152,12 +158,13 @@ def emit_reference(spec: s.LayerSpec) -> str:
         "reference.py.j2",
         functions=functions,
         past=[(t.name, t.keyword, past_name(t), depth, t.range == "decay") for t, depth in _past(spec)],
+        windows=any(p.window for p in spec.passes),
         delays=any(isinstance(n, s.Delay) for n in _nodes(spec)),
         features={n.kind for n in _nodes(spec) if isinstance(n, s.Features)},
         power=any("_ref_power(" in text for f in functions for text in (f.value, *(d[1] for d in f.definitions))),
         stops=any(isinstance(node, s.Stop) for p in spec.passes for node in walk(p.bias)),
         leader=next(t.keyword for t in spec.tensors if t.kind != "param"),
-        token=_token(spec),
+        token=token_entries(spec),
         passes=passes,
         kinds={p.optimizer.kind for p in spec.passes},
         period=math.lcm(*(p.optimizer.batch for p in spec.passes)),

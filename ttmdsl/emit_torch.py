@@ -17,7 +17,8 @@ from typing import NamedTuple
 from ttmdsl.ir import Axes, Node, Program, Role, constant, depends_on, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
-from ttmdsl.printer import Names, Printer, operands, strip, under
+from ttmdsl.lower_optimizer import NEWTON_SCHULZ
+from ttmdsl.printer import Names, Printer, strip, under
 from ttmdsl.spec import LayerSpec
 from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
@@ -51,7 +52,7 @@ class TorchPrinter(Printer):
 
     def expression(self, node: Node) -> str:
         axes, args = node.axes, node.args
-        ops = [self.operand(a, axes) for a in operands(node)]
+        ops = [self.operand(a, axes) for a in self.operands(node)]
         match node.op:
             case "size":
                 return f'unit.size["{node.attr[0]}"]'
@@ -89,12 +90,18 @@ class TorchPrinter(Printer):
                 return self._contract(node)
             case "mask":
                 fill = float(node.attr[1])  # type: ignore[arg-type]
-                return f"torch.where(unit.{node.attr[0]}, {strip(ops[0])}, {fill if fill == 0 else '-math.inf'})"
+                # two numbers would give a tile of torch's default dtype
+                kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
+                return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
             case "cumsum":
                 text, dim = self.text[args[0]], _dims(args[0].axes, (str(node.attr[0]),))
                 return f"{text}.flip({dim}).cumsum({dim}).flip({dim})" if node.attr[1] else f"{text}.cumsum({dim})"
             case "tri_inv":
                 return f"_unit_lower_inverse({self.text[args[0]]})"
+            case "newton_schulz" | "newton_schulz_back":
+                turn = ".mT" if axes[0] != node.attr[0] else ""
+                texts = [f"{self.operand(a, axes)}{turn}" for a in args]
+                return f"_{node.op}({', '.join(texts)}, {node.attr[1]}){turn}"
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 return f"_{node.op}({', '.join(self.text[a] for a in args)}, unit.{node.attr[0]})"
             case _:
@@ -219,10 +226,10 @@ class _Function:
         return ends
 
     def _inputs(self, program: Program, carried: dict[str, Node], results: dict[str, Node]) -> TorchPrinter:
-        """Prints what the scan needs and does not depend on the carries; a printer for its loop, which has that at hand."""
+        """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand."""
         printer = self.printer
         dependent, roots = depends_on(results.values(), carried.values()), list(results.values())
-        free = [a for n in reachable(roots) if n in dependent for a in operands(n)]
+        free = [a for n in reachable(roots) if n in dependent for a in printer.operands(n)]
         outside = [n for n in dict.fromkeys([*free, *roots]) if n not in dependent]
         outside = [n for n in outside if n.op != "size" and constant(n) is None]
         lines = printer.emit(n for n in outside if n.op != "leaf")
@@ -273,19 +280,20 @@ def emit_torch(lowered: Lowered) -> str:
         functions += [_Function(name, form, form.forward).forward(), _Function(name, form, form.backward).backward()]
     ops = {n.op for f in forms.values() for p in (f.forward, f.backward) for n in p.nodes()}
     per_channel = bool(ops & {"decay_dot", "decay_mix", "decay_mix_t"})
-    dims = {d: _where(spec, d) for d in spec.dims}
+    dims, shapes = {d: _where(spec, d) for d in spec.dims}, state_shapes(spec)
     return render(
         "torch.py.j2",
         functions=functions,
         forms=list(forms),
-        helpers=sorted(ops & {"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"}),
+        helpers=sorted(ops & {"tri_inv", "newton_schulz", "decay_dot", "decay_mix", "decay_mix_t"}),
+        newton_schulz=NEWTON_SCHULZ,
         chunk=16 if per_channel else 64,
         batch=lowered.batch,
         batches=lowered.batches,
         params=[t.keyword for t in spec.tensors if t.kind == "param"],
         d_out=spec.passes[-1].read.shape[0],
         dims=dims,
-        flipped=sorted(c.name for c in lowered.token.forward.carries() if c.axes != matrix_axes(state_shapes(spec)[c.name])),
+        flipped=sorted(c.name for c in lowered.token.forward.carries() if c.axes != matrix_axes(shapes[c.name])),
     )
 
 

@@ -9,13 +9,15 @@ Pointers are named by what they hold: `q_ptr` an input, `S_start_ptr` a state at
 
 from __future__ import annotations
 
+import functools
 import keyword
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, Program, base_dim, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
+from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Kernel, Kind, Plan, carries, plan
 from ttmdsl.print_triton import (
     TritonPrinter,
@@ -34,7 +36,8 @@ from ttmdsl.templates import render
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
-    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments step".split()
+    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments"
+    " step".split()
 )
 
 
@@ -54,6 +57,8 @@ class KernelText:
     name: str
     doc: str
     kind: Kind = "scan"
+    alive: int = 0
+    serial: bool = False
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
     blocked: str = ""
@@ -61,26 +66,24 @@ class KernelText:
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
-    keep_late: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
 
     def pointer(self, name: str, value: str, dtype: str) -> str:
-        """Declares a pointer once."""
-        argument = Argument(f"{name}_ptr", value, dtype)
-        if argument not in self.arguments:
-            self.arguments.append(argument)
-        return argument.name
+        """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""
+        known = {(a.value, a.dtype): a.name for a in self.arguments}
+        if (value, dtype) not in known:
+            known[value, dtype] = Names(known.values()).get(f"{name}_ptr")
+            self.arguments.append(Argument(known[value, dtype], value, dtype))
+        return known[value, dtype]
 
 
 class KernelWriter:
     """Writes the text of one kernel."""
 
-    def __init__(
-        self, spec: LayerSpec, text: KernelText, nodes: list[Node], unit: str, printer: TritonPrinter
-    ) -> None:
+    def __init__(self, spec: LayerSpec, text: KernelText, nodes: list[Node], unit: str, printer: TritonPrinter) -> None:
         self.spec, self.text, self.unit, self.printer = spec, text, unit, printer
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
@@ -159,6 +162,20 @@ class KernelWriter:
                     self.printer.text[leaf] = f"fresh_{leaf.name}"
         return before, each
 
+    def stores(self, kernel: Kernel, keep: bool) -> dict[Node, Callable[[], list[str]]]:
+        """For every output and saved value of a kernel, what makes the lines that store it."""
+        actions: dict[Node, list[Callable[[], list[str]]]] = {}
+
+        def save(node: Node) -> list[str]:
+            line = store_saved(self.saved(node), node.axes, self.printer.text[node])
+            return ["if KEEP:", f"    {line}"] if keep else [line]
+
+        for name, value in kernel.outputs:
+            actions.setdefault(value, []).append(functools.partial(self.store_output, name, value, "u * H + h"))
+        for node in kernel.saves:
+            actions.setdefault(node, []).append(functools.partial(save, node))
+        return {n: functools.partial(_lines, many) for n, many in actions.items()}
+
     def store_output(self, name: str, value: Node, base: str) -> list[str]:
         """Lines that store an output of a unit: y, or the gradient of an input, or of a param (one for each unit)."""
         text = self.printer.sanitized(value) if value.axes else self.printer.text[value]
@@ -169,6 +186,10 @@ class KernelWriter:
         if param:
             return [store_block(pointer, base, value.axes, self.shapes[name], text)]
         return [store_token(pointer, value.axes, self.shapes[name], text)]
+
+
+def _lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
+    return [line for action in actions for line in action()]
 
 
 def is_per_token(node: Node) -> bool:
@@ -193,7 +214,8 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
     printer = _printer(kernel.program, spec)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
-    role, prefix, source, target = ("cocarry", "d_", "end", "start") if kernel.reverse else ("carry", "", "start", "end")
+    role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
+    source, target = ("end", "start") if kernel.reverse else ("start", "end")
     leaves = kernel.leaves()
     results = dict(kernel.carried)
     text.before, loads = writer.inputs(leaves)
@@ -216,11 +238,8 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
         for leaf in (n for n in leaves if n.role == "carry"):
             printer.text[leaf] = printer.names.get(leaf.name)
             loads.append(f"{printer.text[leaf]} = {writer.load_state('units', '', leaf.name, leaf.axes, 'u * H + h')}")
-    text.body = [*loads, *printer.emit(kernel.roots)]
-    for name, value in kernel.outputs:
-        text.body += writer.store_output(name, value, "u * H + h")
-    for node in kernel.saves:
-        text.keep_late.append(store_saved(writer.saved(node), node.axes, printer.text[node]))
+    text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=True))]
+    text.alive = round(printer.alive)
     for name, value in results.items():
         if name not in variables:  # no unit reads it: what the last unit hands on is the end
             store = writer.store_state(target, prefix, name, value.axes, "n * H + h", printer.sanitized(value))
@@ -249,11 +268,9 @@ def write_map(spec: LayerSpec, kernel: Kernel) -> KernelText:
             prefix = "d_" if leaf.role == "cocarry" else ""
             name = printer.text[leaf] = printer.names.get(prefix + leaf.name)
             loads.append(f"{name} = {writer.load_state('units', prefix, leaf.name, leaf.axes, 'u * H + h')}")
-    text.body = [*before, *loads, *printer.emit(kernel.roots)]
-    for node in kernel.saves:
-        text.body.append(store_saved(writer.saved(node), node.axes, printer.text[node]))
-    for name, value in kernel.outputs:
-        text.body += writer.store_output(name, value, "u * H + h")
+    text.body = [*before, *loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=False))]
+    text.alive = round(printer.alive)
+    text.serial = any(n.op.startswith("decay_") for n in kernel.nodes() if n not in kernel.given)
     return text
 
 
@@ -390,13 +407,20 @@ def emit_triton(lowered: Lowered) -> str:
     *chunks, token = write_forms(lowered)
     programs = [f for f in (lowered.token, lowered.chunk, lowered.resumed) if f is not None]
     ops = {n.op for f in programs for q in (f.forward, f.backward) for n in q.nodes()}
+    per_channel = bool(ops & {"decay_dot", "decay_mix", "decay_mix_t"})
+    # tiles that a chunk holds at once: with many, as a window's keys and values, shorter ones leave room for all
+    vectors = max(sum(n.role == "token" and len(n.axes) > 1 for n in f.forward.leaves()) for f in programs)
     return render(
         "triton.py.j2",
         chunks=chunks,
         token=token,
         ops=ops,
-        chunk=16 if ops & {"decay_dot", "decay_mix", "decay_mix_t"} else 64,
+        newton_schulz=NEWTON_SCHULZ,
+        chunk=32 if per_channel or vectors > 6 else 64,
+        per_channel=per_channel,
         batch=lowered.batch,
+        tensors={t.keyword: t.shape for t in spec.tensors},
+        idle=[t.keyword for t in spec.tensors if any(f"d:{t.keyword}" not in f.backward.outputs for f in programs)],
         tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
         output=spec.passes[-1].read.shape,
     )

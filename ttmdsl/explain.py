@@ -10,17 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ttmdsl.explain_fn import Line, function_pages
+from ttmdsl.explain_optimizer import argmin, newton_schulz, newton_schulz_lines
+from ttmdsl.explain_sums import as_sum, of_window, step_lines, window_lines
 from ttmdsl.notation import Latex, Style, Text
 from ttmdsl.pretty import Level, Printer
 from ttmdsl.rule import PassRule, UpdateRule
-from ttmdsl.simplify_expr import add, mul, neg, scale, split, sub, transpose
+from ttmdsl.simplify_expr import ONE, add, mul, neg, scale, split, sub, transpose
 from ttmdsl.spec import (
     Apply,
     Binary,
     Columns,
     ColumnsJacT,
     Expr,
+    Inner,
     JacT,
+    LayerSpec,
     Memory,
     Outer,
     Pass,
@@ -62,13 +66,19 @@ def _sections(rule: UpdateRule, style: Style) -> list[_Section]:
     sections: list[_Section] = []
     for name, page in pages.items():
         sections.append((f"function {style.name(name, 0) if isinstance(style, Text) else name}", list(page.lines)))
+    for kernel in spec.kernels.values():
+        left = style.inner(*(style.call(style.name(kernel.name, 0), style.name(x, 1)) for x in ("x", "y")))
+        inner = Inner(Ref("x", "input", ("d",)), Ref("y", "input", ("d",)))
+        value = style.call(style.function("exp"), printer.expr(mul(kernel.scale, inner)))
+        sections.append(("feature map", [Line(left, value, "known by its inner products alone")]))
     if spec.lets:
         sections.append(("per token", [Line(printer.name(n, e.shape), printer.expr(e)) for n, e in spec.lets]))
     for p, derived in zip(spec.passes, rule.passes, strict=True):
         of = f" of pass {p.name}" if len(spec.passes) > 1 else ""
-        chapter = _Chapter(p, derived, printer)
-        sections.append((f"loss{of}", [Line(chapter.loss, printer.expr(p.bias))]))
-        sections.append((f"gradient{of}", chapter.gradient()))
+        chapter = _Chapter(spec, p, derived, printer)
+        declared = window_lines(p, derived, chapter.loss, printer) if p.window else None
+        sections.append((f"loss{of}", declared or [Line(chapter.loss, printer.expr(p.bias))]))
+        sections.append((f"{'solution' if chapter.solves else 'gradient'}{of}", chapter.gradient()))
         sections.append((f"update{of}", chapter.update()))
         sections.append((f"readout{of}", [chapter.readout()]))
     if spec.consts:
@@ -82,6 +92,7 @@ def _sections(rule: UpdateRule, style: Style) -> list[_Section]:
 
 @dataclass(frozen=True)
 class _Chapter:
+    spec: LayerSpec
     p: Pass
     rule: PassRule
     printer: Printer
@@ -91,24 +102,39 @@ class _Chapter:
         return self.printer.style
 
     @property
+    def solves(self) -> bool:
+        """Whether the step is an argmin."""
+        return self.p.optimizer.kind in ("implicit", "least_squares")
+
+    @property
     def loss(self) -> str:
         return r"\mathcal{L}" if self.style.built_up else "L"
 
     def gradient(self) -> list[Line]:
-        lines = [Line(self.printer.name(n, e.shape), self.printer.expr(e)) for n, e in self.rule.definitions]
+        one = of_window(self.p, self.rule, self.printer)
+        lines = [Line(one.name(n, e.shape), one.expr(e)) for n, e in self.rule.definitions]
         for memory in self.p.memories:
             g = self.rule.gradients[memory.name]
             slice_ = _sliced(g)
             shown = slice_.take(g) if slice_ else g
             printer = self._naming(slice_)
-            lines.append(Line(self._slope(self._variable(memory, slice_)), printer.expr(shown), _remark(slice_)))
-        return lines
+            if self.p.window is not None:
+                token = "j" if slice_ else "i"
+                inner = replace(self, printer=of_window(self.p, self.rule, self.printer, token))._naming(slice_)
+                shown, sums = as_sum(self.p.window, shown, inner, printer, token)
+                printer = replace(printer, names={**printer.names, **sums})
+            slope = self._slope(self._variable(memory, slice_))
+            if self.p.optimizer.kind == "implicit":
+                slope = self.style.call(slope, self.style.at_time(self.printer.name(memory.name, memory.shape), "t"))
+            lines.append(Line(slope, printer.expr(shown), _remark(slice_)))
+        return lines[: -len(self.p.memories)] if self.rule.auxiliary else lines
 
     def update(self) -> list[Line]:
         opt = self.p.optimizer
         lines: list[Line] = []
         for memory in self.p.memories:
-            lines += self._step(memory)
+            many = opt.per_token > 1 and _sliced(self.rule.gradients[memory.name]) is None
+            lines += step_lines(self.spec, self.p, self.rule, memory, self.printer) if many else self._step(memory)
         if opt.batch > 1:
             points = ", ".join(self._point(m) for m in self.p.memories)
             lines.append(
@@ -116,16 +142,20 @@ class _Chapter:
                     points, self.style.words(f"the state after the previous group of {opt.batch} tokens"), relation=":"
                 )
             )
-        elif opt.at == "retained":
+        elif opt.at == "retained" and opt.per_token == 1:
             for memory in self.p.memories:
                 lines.append(Line(self._point(memory), self._at("t-1").expr(self.p.retention[memory.name])))
+        if self.p.last is not None:
+            name = self.printer.name(self.p.memories[0].name, self.p.memories[0].shape)
+            kept = self.style.words(f"the terms of its last {self.p.last} tokens")
+            lines.append(Line(self.style.at_time(name, "t"), kept, "before every step", ":"))
         for memory in self.p.memories:
             projected = self.p.project.get(memory.name)
             if projected is not None:
                 left = self.style.at_time(self.printer.name(memory.name, memory.shape), "t")
                 arrow = r"\leftarrow" if self.style.built_up else "←"
                 lines.append(Line(left, self._at("t").expr(projected), "after every token", arrow))
-        return lines
+        return lines + (newton_schulz_lines(opt, self.printer) if opt.kind == "muon" else [])
 
     def readout(self) -> Line:
         name = self.style.at_time(self.style.name(self.p.name, 1), "t")
@@ -141,22 +171,29 @@ class _Chapter:
         names = {**self._at("t-1").names, slope.name: at_points}
         printer = replace(self.printer, names=names)
         step = mul(opt.rate, slope)
+        if self.solves:
+            found = argmin(opt, memory, (now, name, self._point(memory)), self.loss, self.printer)
+            return [found, *self._written_out(memory, now, kept, names), *self._carried_along()]
         if opt.decay is None:
             return [Line(now, printer.expr(sub(kept, step))), *self._written_out(memory, now, kept, names)]
         speed = "U" if len(self.p.memories) == 1 else style.subscript("U", memory.name)
         speed = style.name("U", 2) if speed == "U" else speed
         before, after = (Ref(f"speed {when}", "let", memory.shape) for when in ("t-1", "t"))
         names |= {before.name: style.at_time(speed, "t-1"), after.name: style.at_time(speed, "t")}
-        momentum = sub(mul(opt.decay, before), step)
+        momentum, moved = sub(mul(opt.decay, before), step), add(kept, after)
+        if opt.kind == "muon":
+            momentum, moved = add(mul(opt.decay, before), slope), sub(kept, mul(opt.rate, after))
+            names[after.name] = newton_schulz(opt, style.at_time(speed, "t"), self.printer)
         return [
             Line(style.at_time(speed, "t"), printer.expr(momentum)),
             *self._written_out(memory, style.at_time(speed, "t"), mul(opt.decay, before), names),
-            Line(now, printer.expr(add(kept, after))),
+            Line(now, printer.expr(moved)),
         ]
 
     def _written_out(self, memory: Memory, now: str, kept: Expr, shown: dict[str, str]) -> list[Line]:
         """kept - rate * gradient, with the gradient in it; `shown` is how the names in `kept` look."""
         opt, g = self.p.optimizer, self.rule.gradients[memory.name]
+        rate = neg(ONE) if opt.kind == "muon" else opt.rate
         at_point = {m.name: Ref(f"{m.name} at the gradient point", "let", m.shape) for m in self.p.memories}
 
         def frozen(node: Expr) -> Expr | None:
@@ -164,13 +201,19 @@ class _Chapter:
 
         slice_ = _sliced(g)
         there = rewrite(g, frozen)
+        if slice_ is not None and self.p.window is not None:
+            return []
         if slice_ is None:
             names = {**shown, **{at_point[m.name].name: self._point(m) for m in self.p.memories}}
-            whole = sub(kept, mul(opt.rate, there))
+            if self.p.window is not None:
+                inner = of_window(self.p, self.rule, replace(self.printer, names=names))
+                there, sums = as_sum(self.p.window, there, inner, self.printer)
+                names |= sums
+            whole = sub(kept, mul(rate, there))
             return [Line(now, replace(self.printer, names=names).expr(whole), self._definitions_at(g))]
-        if opt.kind == "momentum":
+        if opt.decay is not None:
             return []
-        taken = sub(slice_.take(kept), mul(opt.rate, slice_.take(there)))
+        taken = sub(slice_.take(kept), mul(rate, slice_.take(there)))
         printer = self._naming(slice_)
         names = dict(printer.names)
         for m in self.p.memories:
@@ -180,6 +223,17 @@ class _Chapter:
         arrow = r"\leftarrow" if self.style.built_up else "←"
         left = self._variable(memory, slice_)
         return [Line(left, replace(self.printer, names=names).expr(taken), self._definitions_at(g), arrow)]
+
+    def _carried_along(self) -> list[Line]:
+        """The steps of the matrices that the solution needs beside the memories."""
+        lines = []
+        for extra in self.rule.auxiliary:
+            state = Ref(extra.name, "memory", extra.shape)
+            name = self.printer.name(extra.name, extra.shape)
+            left = self.style.at_time(name, "t")
+            printer = replace(self.printer, names={extra.name: self.style.at_time(name, "t-1")})
+            lines.append(Line(left, printer.expr(sub(state, self.rule.gradients[extra.name]))))
+        return lines
 
     def _definitions_at(self, g: Expr) -> str:
         """Where the definitions in the gradient are taken, unless that is the state before the token."""

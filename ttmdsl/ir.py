@@ -19,6 +19,8 @@ IR without token axes. A dim that occurs twice in one tile has a primed second a
           | mask(a; kind, fill)      kind lower: keep t >= s, strict: keep t > s; elsewhere fill
           | cumsum(a; axis, reverse)
           | tri_inv(n)               (I - n)^-1 for n[t, s] that is zero unless t > s
+          | newton_schulz(x; rows, steps)         X <- c0 X + c1 X X^T X + c2 (X X^T)^2 X, X X^T being [rows, rows]
+          | newton_schulz_back(x, d; rows, steps) its cotangent of x from that of the result
           | decay_dot(q, k, gq, gk; mask, axis)    out[t, s] = sum_c q[t,c] k[s,c] 2^(gq[t,c] - gk[s,c]), masked
           | decay_mix(a, k, gq, gk; mask)          out[t, c] = sum_s a[t,s] k[s,c] 2^(gq[t,c] - gk[s,c]), masked
           | decay_mix_t(a, q, gq, gk; mask)        out[s, c] = sum_t a[t,s] q[t,c] 2^(gq[t,c] - gk[s,c]), masked
@@ -49,7 +51,8 @@ ELEMENTWISE = frozenset(
     "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid abs sign step select".split()
 )
 STRUCTURAL = frozenset(
-    "leaf const size expand rename sum amax contract mask cumsum tri_inv decay_dot decay_mix decay_mix_t".split()
+    "leaf const size expand rename sum amax contract mask cumsum tri_inv newton_schulz newton_schulz_back"
+    " decay_dot decay_mix decay_mix_t".split()
 )
 REDUCING = frozenset({"sum", "amax", "contract"})
 
@@ -363,7 +366,7 @@ class Builder:
         return self.expand(self.product([*outside, *inside]), keep)
 
     def _balanced(self, a: Node, b: Node, over: set[str]) -> tuple[Node, Node]:
-        """Factors over the summed axes alone, moved from a state to the side of the tokens: the state stays one tile."""
+        """Factors over the summed axes alone, moved from a state to the tokens' side: the state stays one tile."""
         for x, y in ((a, b), (b, a)):
             if x.op == "mul" and "t" in y.axes and "t" not in x.axes and len(x.axes) == 2:
                 moved = [f for f in factors(x) if set(f.axes) <= over]
@@ -384,6 +387,7 @@ class Builder:
             missing = over - set(x.axes)
             if missing:
                 return self.contract(x, self.sum(y, missing), over - missing)
+        for x, y in ((a, b), (b, a)):  # now both have every axis
             if x.op == "expand" and over - set(x.args[0].axes):
                 gone = over - set(x.args[0].axes)
                 inner = self.contract(x.args[0], self.sum(y, gone), over - gone)

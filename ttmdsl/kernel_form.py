@@ -1,12 +1,12 @@
-"""The kernel form: a memory over an infinite-dimensional feature map, as coefficients of the keys that it was written at.
+"""The kernel form: a memory over an infinite-dimensional feature map, as coefficients of the keys it was written at.
 
-Input: `UpdateRule`. Output: one `KernelForm` for each pass: which per-token values the recurrence over coefficients takes
-(a token program), what is done with its readout, and the few facts that decide the arithmetic. DeriveError where the
-gradient leads to no such recurrence. Knows neither torch nor triton, and no layer.
+Input: `UpdateRule`. Output: one `KernelForm` for each pass: which per-token values the recurrence over coefficients
+takes (a token program), what is done with its readout, and the few facts that decide the arithmetic. DeriveError where
+the gradient leads to no such recurrence. Knows neither torch nor triton, and no layer.
 
 S_t = sum_i u_i(t) phi(k_i)^T. One step adds -rate * (slope * S' phi(k) - value) to the coefficient of phi(k), S' being
-the memory at the gradient point; all coefficients decay with the memory. With slope 0 the coefficients are scalar weights
-of the values (`additive`); else they solve a unit lower triangular system, token by token or block by block.
+the memory at the gradient point; all coefficients decay with the memory. With slope 0 the coefficients are scalar
+weights of the values (`additive`); else they solve a unit lower triangular system, a block of tokens after the other.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LoweredKernel:
     def title(self) -> str:
         """The class of recurrence in words."""
         solved = any(not f.additive for f in self.forms)
-        how = "coefficients by a triangular solve, block by block" if solved else "one pass over all pairs of tokens, in blocks"
+        how = "coefficients by a triangular solve, block by block" if solved else "all pairs of tokens, block by block"
         return f"kernel: the memory is a sum over its keys, quadratic in the length; {how}"
 
     def __str__(self) -> str:

@@ -12,10 +12,12 @@ from typing import Literal
 
 from ttmdsl.differentiate import differentiate
 from ttmdsl.ir import Program
+from ttmdsl.kernel_form import LoweredKernel, lower_kernel
 from ttmdsl.lower_chunk import lower_chunk
 from ttmdsl.lower_expr import NotChunkable
 from ttmdsl.lower_token import lower_token
 from ttmdsl.rule import UpdateRule
+from ttmdsl.unfold import Prelude, unfold
 
 Recurrence = Literal["additive", "affine", "frozen", "sequential"]
 
@@ -37,7 +39,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Lowered:
-    """All programs of a layer. `chunk` is None where the recurrence has no chunk form; `reason` then says why.
+    """All programs of a layer, for the rule without windows, features and steps; `prelude` makes the tensors that it
+    takes. `chunk` is None where the recurrence has no chunk form; `reason` then says why.
 
     `resumed` is the chunk form for a sequence that resumes inside a group of tokens that share a gradient point; None
     where there are no groups.
@@ -49,6 +52,7 @@ class Lowered:
     token: Form
     chunk: Form | None
     resumed: Form | None
+    prelude: Prelude
 
     @property
     def batch(self) -> int:
@@ -70,15 +74,18 @@ def _form(forward: Program) -> Form:
     return Form(forward, differentiate(forward))
 
 
-def lower(rule: UpdateRule) -> Lowered:
+def lower(rule: UpdateRule) -> Lowered | LoweredKernel:
     """Lowers a rule; needs neither torch nor triton."""
+    if rule.spec.kernels:
+        return lower_kernel(rule)
+    rule, prelude = unfold(rule)
     token = _form(lower_token(rule))
     grouped = any(p.optimizer.batch > 1 for p in rule.spec.passes)
     try:
         chunk = lower_chunk(rule, aligned=True)
         resumed = _form(lower_chunk(rule, aligned=False)) if grouped else None
     except NotChunkable as reason:
-        return Lowered(rule, "sequential", str(reason), token, None, None)
+        return Lowered(rule, "sequential", str(reason), token, None, None, prelude)
     inverted = any(n.op == "tri_inv" for n in chunk.nodes())
     recurrence: Recurrence = "frozen" if grouped else "affine" if inverted else "additive"
-    return Lowered(rule, recurrence, "", token, _form(chunk), resumed)
+    return Lowered(rule, recurrence, "", token, _form(chunk), resumed, prelude)

@@ -75,7 +75,8 @@ class ExprLowering:
             case sp.Map(fn=fn, x=x):
                 return self.map(fn, self.vector(x, env))
             case sp.Binary(op="pow", a=x, b=exponent):
-                return b.pow(self.vector(x, env), _number(exponent))
+                u, number = self.vector(x, env), _number(exponent)
+                return self.inverse_power(u, -number) if u.op == "abs" and -1 < number < 0 else b.pow(u, number)
             case sp.Binary(op=op, a=x, b=y):
                 u, v = self.vector(x, env), self.vector(y, env)
                 match op:
@@ -86,7 +87,7 @@ class ExprLowering:
                     case "mul":
                         return b.mul(u, v)
                     case "div":
-                        return b.div(u, v)
+                        return b.mul(u, self.reciprocal(v))
                     case _:
                         return b.map(op, u, v)
             case sp.MatVec(m=m, x=x):
@@ -157,6 +158,25 @@ class ExprLowering:
 
     def _full_sum(self, x: Node, shape: sp.Shape) -> Node:
         return self.b.sum(x, set(shape) if len(shape) < 2 else set(matrix_axes(shape)))
+
+    def reciprocal(self, x: Node) -> Node:
+        """1 / x; where x is a length that is 0, its slope there takes the place of 0 / 0: 0, and 0 its slopes."""
+        b = self.b
+        match x.op:
+            case "sqrt":
+                return self.inverse_power(x.args[0], 0.5)
+            case "pow" if 0 < float(x.attr[0]) < 1:  # type: ignore[arg-type]
+                return self.inverse_power(x.args[0], float(x.attr[0]))  # type: ignore[arg-type]
+            case "mul":
+                return b.mul(*map(self.reciprocal, x.args))
+            case _:
+                return b.recip(x)
+
+    def inverse_power(self, x: Node, exponent: float) -> Node:
+        """x^-exponent for x >= 0 and an exponent in (0, 1); 0 where x is 0."""
+        b = self.b
+        least = b.const(10.0 ** (-36 / (1 + exponent)))  # so that the slope stays within float32, too
+        return b.mul(b.map("step", x), b.pow(b.map("max", x, least), -exponent))
 
     # -- functions -------------------------------------------------------------------------------------------
 

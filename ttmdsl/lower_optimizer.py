@@ -6,7 +6,7 @@ have their own way with momentum (lower_chunk.py); what stands here alone has no
 
 from __future__ import annotations
 
-from ttmdsl.ir import Builder, Node, base_dim
+from ttmdsl.ir import Builder, Node
 from ttmdsl.spec import LayerSpec
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -27,13 +27,6 @@ def newton_schulz(b: Builder, matrix: Node, rows: str, columns: str, steps: int)
 
     The products run over X X^T [rows, rows]; exchange rows and columns for X^T X, which gives the same.
     """
-    first, third, fifth = map(b.const, NEWTON_SCHULZ)
-    other = base_dim(rows) + "''"
     length = b.map("sqrt", b.sum(b.mul(matrix, matrix), {rows, columns}))
-    x = b.label(b.div(matrix, b.add(length, b.const(TINY))), "x")
-    for _ in range(steps):
-        gram = b.label(b.contract(x, b.rename(x, rows, other), {columns}), "gram")
-        cubed = b.contract(gram, b.rename(x, rows, other), {other})
-        inner = b.add(b.mul(third, x), b.mul(fifth, cubed))
-        x = b.label(b.add(b.mul(first, x), b.contract(gram, b.rename(inner, rows, other), {other})), "x")
-    return x
+    x = b.div(matrix, b.add(length, b.const(TINY)))
+    return b.make("newton_schulz", (x,), x.axes, rows, steps)

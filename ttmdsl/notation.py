@@ -16,7 +16,7 @@ _GREEK = {
     "rho": "ρ", "sigma": "σ", "tau": "τ", "upsilon": "υ", "phi": "φ", "chi": "χ", "psi": "ψ", "omega": "ω",
 }  # fmt: skip
 _LATEX_NAME = {"eps": "epsilon", "lam": "lambda"}
-_SUBSCRIPTS = str.maketrans("0123456789+-ti", "₀₁₂₃₄₅₆₇₈₉₊₋ₜᵢ")
+_SUBSCRIPTS = str.maketrans("0123456789+-tij", "₀₁₂₃₄₅₆₇₈₉₊₋ₜᵢⱼ")
 _SUPERSCRIPTS = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 
 

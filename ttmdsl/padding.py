@@ -16,22 +16,28 @@ Padding: TypeAlias = Literal["zero", "finite", "wild"]
 _RANK: dict[Padding, int] = {"zero": 0, "finite": 1, "wild": 2}
 
 
-
 class PaddingAnalysis:
     """Remembers what it has found; one for each kernel."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Node, str], Padding] = {}
+        self._known: dict[Node, dict[str, Padding]] = {}
 
     def of(self, node: Node, axis: str) -> Padding:
         """What the node's tile holds beyond the end of one of its axes."""
-        key = (node, axis)
-        if key not in self._known:
-            self._known[key] = self._find(node, axis)
-        return self._known[key]
+        stack = [] if node in self._known else [node]
+        while stack:  # operands first: a program may be deeper than Python's stack
+            missing = [a for a in stack[-1].args if a not in self._known]
+            if missing:
+                stack += missing
+            else:
+                top = stack.pop()
+                self._known[top] = {x: self._find(top, x) for x in top.axes}
+        return self._known[node][axis]
 
     def _find(self, node: Node, axis: str) -> Padding:
         if node.op == "leaf" or is_zero(node) or singular(node):
+            return "zero"
+        if node.op in ("newton_schulz", "newton_schulz_back"):  # it takes zeros there
             return "zero"
         if node.op == "rename" and node.attr[1] == axis:
             return self.of(node.args[0], str(node.attr[0]))

@@ -59,21 +59,31 @@ def _lower(job: Job) -> Any:
 
 
 def _emit(job: Job) -> str:
+    from ttmdsl.emit_kernel import kernel_state
     from ttmdsl.emit_module import emit_module
     from ttmdsl.explain import header
+    from ttmdsl.kernel_form import LoweredKernel
 
-    update = [*header(job.done["derive"]), "", *textwrap.wrap(f"Recurrence {job.done['lower'].title}.", 110)]
-    return emit_module(job.done["check"], update, sections(job))
+    lowered = job.done["lower"]
+    update = [*header(job.done["derive"]), "", *textwrap.wrap(f"Recurrence {lowered.title}.", 110)]
+    state = kernel_state(lowered) if isinstance(lowered, LoweredKernel) else None
+    return emit_module(job.done["check"], update, sections(job), state)
 
 
 def sections(job: Job) -> dict[str, str]:
     """The source text of each backend."""
+    from ttmdsl.emit_kernel import kernel_sections
+    from ttmdsl.emit_prelude import emit_prelude
     from ttmdsl.emit_reference import emit_reference
     from ttmdsl.emit_torch import emit_torch
     from ttmdsl.emit_triton import emit_triton
+    from ttmdsl.kernel_form import LoweredKernel
 
+    if isinstance(job.done["lower"], LoweredKernel):
+        return kernel_sections(job.done["lower"])
     return {
         "reference": emit_reference(job.done["check"]),
+        "prelude": emit_prelude(job.done["check"], job.done["lower"].prelude),
         "torch": emit_torch(job.done["lower"]),
         "triton": emit_triton(job.done["lower"]),
     }
@@ -92,6 +102,10 @@ def _show_rule(rule: Any) -> str:
 
 
 def _show_programs(lowered: Any) -> str:
+    from ttmdsl.kernel_form import LoweredKernel
+
+    if isinstance(lowered, LoweredKernel):
+        return f"{lowered.title}\n\n{lowered}"
     parts = [lowered.title]
     for name in ("token", "chunk", "resumed"):
         form = getattr(lowered, name)

@@ -1,12 +1,12 @@
 """Which kernels compute a form, and what each one loads and stores. Plans are data.
 
-Input: a `Form`. Output: `Plan`, a list of kernels for the forward and one for the backward pass. A kernel is a slice of a
-program: some of its outputs, and all they need, down to what an earlier kernel has saved.
+Input: a `Form`. Output: `Plan`, a list of kernels for the forward and one for the backward pass. A kernel is a slice
+of a program: some of its outputs, and all they need, down to what an earlier kernel has saved.
 
 - Forward is one scan. What is dear and free of the carry (a triangular inverse, products under decays per channel) is
   computed for all chunks at once before it, and saved for the backward pass.
-- Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks at
-  once and share the gradients of the inputs among them.
+- Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
+  at once and share the gradients of the inputs among them.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
 
 Does not choose tile sizes or warps: that is the launch's business (codegen/triton.py.j2).
@@ -21,8 +21,11 @@ from typing import Literal
 
 from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
+from ttmdsl.schedule import peak
 
 Kind = Literal["scan", "map"]
+ROOM = 7  # tiles of 64 x 64 that four warps can keep alive
+SPILL = 6  # products that a tile beyond those costs, about
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
 DEAR = frozenset({"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"})
 
@@ -63,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of one form, in the order in which they run; `saved` pass from the forward to the backward kernels."""
+    """The kernels of one form, in the order in which they run; `saved` pass from forward to backward kernels."""
 
     name: str
     forward: tuple[Kernel, ...]
@@ -111,8 +114,8 @@ def carries(program: Program) -> dict[str, Node]:
     return {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
 
 
-def plan(name: str, form: Form, groups: int = 2) -> Plan:
-    """The kernels of a chunk form; `groups` is how many kernels share the gradients of the inputs."""
+def plan(name: str, form: Form) -> Plan:
+    """The kernels of a chunk form."""
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
     gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
     kept = tuple(n.name for n in form.backward.leaves() if n.role == "carry")
@@ -133,9 +136,10 @@ def plan(name: str, form: Form, groups: int = 2) -> Plan:
     used = {n.name for n in slice_(gradients.values(), (*saved, *cuts)) if n.role == "cocarry"}
     backward = [_scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
     saved += cuts
-    for i, share in enumerate(split(form.backward, gradients, groups)):
+    for i, share in enumerate(shares(form.backward, gradients, saved)):
         outputs = tuple((k, gradients[k]) for k in share)
-        backward.append(_giving(Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs), saved))
+        kernel = Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs)
+        backward.append(_giving(kernel, saved))
     return Plan(name, (*([before] if before else []), forward), (*([free] if free else []), *backward))
 
 
@@ -151,7 +155,12 @@ def _dots(roots: Iterable[Node], given: Iterable[Node]) -> int:
 
 
 def _cuts(
-    program: Program, roots: Iterable[Node], later: Iterable[Node], given: tuple[Node, ...], chained: set[Node], least: int
+    program: Program,
+    roots: Iterable[Node],
+    later: Iterable[Node],
+    given: tuple[Node, ...],
+    chained: set[Node],
+    least: int,
 ) -> tuple[Node, ...]:
     """Values that a scan saves, one per token, that would cost later kernels `least` products or more."""
     later = list(later)
@@ -216,10 +225,8 @@ def _scan(
 ) -> Kernel:
     carried = carries(program)
     blocked = free_axis(program, [*outputs.values(), *carried.values(), *cuts], saved)
-    kernel = Kernel(
-        f"{name}_kernel", "scan", program, reverse, tuple(outputs.items()), tuple(carried.items()), keeps, cuts, blocked=blocked
-    )
-    return _giving(kernel, saved)
+    stored = tuple(outputs.items()), tuple(carried.items()), keeps, cuts
+    return _giving(Kernel(f"{name}_kernel", "scan", program, reverse, *stored, blocked=blocked), saved)
 
 
 def _giving(kernel: Kernel, saved: tuple[Node, ...]) -> Kernel:
@@ -228,6 +235,25 @@ def _giving(kernel: Kernel, saved: tuple[Node, ...]) -> Kernel:
 
     needed = set(slice_(kernel.roots, saved))
     return replace(kernel, given=tuple(n for n in saved if n in needed and n not in kernel.saves))
+
+
+def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...]) -> list[list[str]]:
+    """Which kernels share the gradients of the inputs: the cheapest of a few divisions, by products and spills."""
+    gates = [k for k, v in gradients.items() if len(v.axes) < 2]
+    vectors = {k: v for k, v in gradients.items() if k not in gates}
+    divisions = [split(program, gradients, n) for n in (1, 2, 3, 4)]
+    if gates and vectors:
+        divisions += [[gates, *split(program, vectors, n)] for n in (1, 2)]
+
+    def cost(division: list[list[str]]) -> float:
+        total = 0.0
+        for share in division:
+            nodes = [n for n in slice_([gradients[k] for k in share], saved) if n not in saved]
+            alive = peak([n for n in nodes if n.op not in ("leaf", "const", "size")], (), lambda n: n.args)
+            total += 1 + sum(n.op == "contract" and len(n.axes) == 2 for n in nodes) + SPILL * max(0.0, alive - ROOM)
+        return total
+
+    return min(divisions, key=cost)
 
 
 def split(program: Program, gradients: dict[str, Node], groups: int) -> list[list[str]]:

@@ -214,13 +214,17 @@ class Printer:
             case s.Stop(x):
                 return replace(self, stopped=True).expr(x)
             case s.Ref(name, "memory", shape) if self.stopped:
-                return Code(self.local(f"|{name}|", f'x["|stopped|"]["{name}"]'), shape)
+                return Code(self.local(f"|{name}|", f'memory["|{name}|"]'), shape)
             case s.Ref(name, kind, shape):
                 return Code(self.local(name, _source(name, kind)), shape)
             case s.Map(fn, x):
                 return self.map(fn, self.expr(x))
             case s.Binary(op, a, b, shape):
                 return self.binary(op, self.expr(a), self.expr(b), shape, to_shape)
+            case s.MatVec(s.Ref(name, kind), s.Apply(fn, x), shape) if fn in self.spec.kernels:
+                return Code(f"{self.local(name, _source(name, kind))}({self.expr(x).text})", shape)
+            case s.Apply("normalized", s.MatVec(s.Ref(name, kind), s.Apply(_, x)), shape):
+                return Code(f"{self.local(name, _source(name, kind))}.normalized({self.expr(x).text})", shape)
             case s.MatVec(m, x, shape):
                 return Code(f"({self.expr(m).atom} @ {self.expr(x).atom}[..., None])[..., 0]", shape)
             case s.Transpose(m, shape):

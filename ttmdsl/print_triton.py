@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, base_dim, constant
 from ttmdsl.padding import PaddingAnalysis, singular
-from ttmdsl.printer import Names, Printer, operands, strip
+from ttmdsl.printer import Names, Printer, strip
+from ttmdsl.schedule import best_order, peak
 
 CALLS = {
     "exp2": "tl.exp2", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "erf": "tl.erf", "abs": "tl.abs",
@@ -45,13 +46,20 @@ class TritonPrinter(Printer):
         super().__init__(builder, names)
         self.dot = "tl.float32, INVERSE" if unit == "token" else "DOT, PRECISION"
         self.padding = PaddingAnalysis()
+        self.alive = 0.0  # the most tiles alive at once
         self.loaded: set[Node] = set()  # values that an earlier kernel saved, in the inputs' dtype
+
+    def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
+        best = best_order(nodes, kept, self.operands)
+        self.alive = max(self.alive, peak(best, kept, self.operands))
+        return best
 
     def raw(self, node: Node) -> bool:
         """Whether a value still has the dtype it was loaded in, as products of tiles want it."""
         while node.op == "rename":
             node = node.args[0]
-        return node in self.loaded or node.role in ("token", "cot") and any(x not in TOKEN_AXES for x in node.axes)
+        loaded = node.role in ("token", "cot") and any(x not in TOKEN_AXES for x in node.axes)
+        return loaded or node in self.loaded
 
     def wide(self, node: Node) -> str:
         """A value in float32."""
@@ -95,7 +103,7 @@ class TritonPrinter(Printer):
 
     def expression(self, node: Node) -> str:
         axes, args = node.axes, node.args
-        ops = [self.operand(a, axes) for a in operands(node)]
+        ops = [self.operand(a, axes) for a in self.operands(node)]
         match node.op:
             case "const" | "neg" | "mul" | "add":
                 return self.arithmetic(node)
@@ -138,12 +146,17 @@ class TritonPrinter(Printer):
                 return f"tl.cumsum({self.tile(args[0])}, {axes.index(str(node.attr[0]))}{reverse})"
             case "tri_inv":
                 return f"_tile_inverse({self.tile(args[0])}, BT, INVERSE)"
+            case "newton_schulz" | "newton_schulz_back":
+                turned = axes[0] != node.attr[0]
+                texts = [f"tl.trans({self.sanitized(a)})" if turned else strip(self.sanitized(a)) for a in args]
+                text = f"_tile_{node.op}({', '.join(texts)}, {node.attr[1]}, INVERSE)"
+                return f"tl.trans({text})" if turned else text
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 texts = [self.tile(a) for a in args]
                 if node.op == "decay_dot":
                     q, k = self._summands(args[:2], (str(node.attr[1]),))
                     texts = [q, k, *map(self.sanitized, args[2:])]
-                return f"_tile_{node.op}({', '.join(texts)}, {node.attr[0]}, BT)"
+                return f"_tile_{node.op}({', '.join(texts)}, {node.attr[0]}, BT, DOT, PRECISION)"
             case _:
                 return f"{CALLS[node.op]}({strip(ops[0])})"
 

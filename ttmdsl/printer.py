@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from ttmdsl.ir import Axes, Builder, Node, constant, reachable
 
@@ -70,12 +70,22 @@ class Printer(ABC):
                 known[top] = top.op == "leaf" or any(known[a] for a in top.args)
         return known[node]
 
+    def operands(self, node: Node) -> tuple[Node, ...]:
+        """The values that a node's text is made of: its arguments; of a difference, what is negated, if it is not known
+        by its negative alone."""
+        if node.op == "add":
+            a, b = node.args
+            for x, y in ((a, b), (b, a)):
+                if y.op == "neg" and (y.args[0] in self.text or y not in self.text):
+                    return x, y.args[0]
+        return node.args
+
     # -- arithmetic ------------------------------------------------------------------------------------------
 
     def arithmetic(self, node: Node) -> str:
         """The text of a const, neg, add, mul or recip."""
         axes = node.axes
-        match node.op, operands(node):
+        match node.op, self.operands(node):
             case "const", _:
                 value = float(node.value or 0.0)
                 text = self.constants.get(abs(value)) or repr(abs(value))
@@ -100,11 +110,15 @@ class Printer(ABC):
 
     # -- statements ------------------------------------------------------------------------------------------
 
-    def emit(self, roots: Iterable[Node]) -> list[str]:
-        """Assignments for everything that the roots need and that has no text yet; every root gets a name."""
+    def emit(self, roots: Iterable[Node], then: Mapping[Node, Callable[[], list[str]]] | None = None) -> list[str]:
+        """Assignments for everything that the roots need and that has no text yet; every root gets a name.
+
+        `then` gives lines that follow a root at once: its store, so that it need not stay alive.
+        """
+        then = then or {}
         wanted = list(dict.fromkeys(roots))
-        todo = self._missing(wanted)
-        uses = Counter(a for n in todo for a in operands(n))
+        todo = self.order(self._missing(wanted), [n for n in wanted if n not in then])
+        uses = Counter(a for n in todo for a in self.operands(n))
         lines: list[str] = []
         for node in todo:
             expression = self.expression(node)
@@ -113,11 +127,17 @@ class Printer(ABC):
             given = node.op == "size" or constant(node) is not None or expression.isidentifier()
             if given or (alone and len(expression) <= INLINE_WIDTH):
                 self.text[node] = expression
-                continue
-            name = self.names.get(label or self.wish(node))
-            lines.append(f"{name} = {strip(expression)}")
-            self.text[node] = name
-        return lines
+            else:
+                self.text[node] = self.names.get(label or self.wish(node))
+                lines.append(f"{self.text[node]} = {strip(expression)}")
+            if node in then:
+                lines += then[node]()
+        missed = [n for n in then if n not in todo]  # roots that had their text before
+        return lines + [line for n in missed for line in then[n]()]
+
+    def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
+        """The nodes in the order in which they are computed; as they come, unless a target cares what stays alive."""
+        return nodes
 
     def _missing(self, roots: list[Node]) -> list[Node]:
         """Nodes under the roots without text, not looking below those that have one."""
@@ -132,19 +152,8 @@ class Printer(ABC):
                 order[node] = None
             else:
                 stack.append((node, True))
-                stack.extend((a, False) for a in reversed(operands(node)))
+                stack.extend((a, False) for a in reversed(self.operands(node)))
         return list(order)
-
-
-def operands(node: Node) -> tuple[Node, ...]:
-    """The values that a node's text is made of: its arguments; those of a difference, where one summand is negated."""
-    if node.op == "add":
-        a, b = node.args
-        if b.op == "neg":
-            return a, b.args[0]
-        if a.op == "neg":
-            return b, a.args[0]
-    return node.args
 
 
 def strip(expression: str) -> str:

@@ -52,7 +52,8 @@ class Scope:
 
     dims: dict[str, Span] = field(default_factory=dict)
     features: dict[str, FeatureDim] = field(default_factory=dict)
-    kernels: dict[str, KernelMap] = field(default_factory=dict)
+    kernel_names: set[str] = field(default_factory=set)  # declared feature maps of infinitely many components
+    kernels: dict[str, KernelMap] = field(default_factory=dict)  # those that have been read
     step_dims: set[str] = field(default_factory=set)  # constants that count a pass's gradient steps
     tensors: dict[str, Tensor] = field(default_factory=dict)
     consts: dict[str, float] = field(default_factory=dict)

@@ -392,7 +392,7 @@ class Optimizer:
     muon:      U_t = decay * U_{t-1} + G_t;  P_t = R(P_{t-1}) - rate * N(U_t), N being `newton_schulz` steps of
                X <- 3.4445 X - 4.7750 X X^T X + 2.0315 (X X^T)^2 X from U / (|U| + 1e-7)
     implicit:  P_t = argmin 1/2 |P - R(P_{t-1})|^2 + rate * bias(P); a rate along rows or columns weighs their shares
-    least_squares:  P_t = argmin of the bias summed over all tokens so far, plus ridge/2 |P|^2; retention is the identity
+    least_squares:  P_t = argmin of the bias summed over all tokens so far + ridge/2 |P|^2; no retention
 
     G_t is the bias's gradient at P_{t-1} (at="previous"), at R(P_{t-1}) (at="retained"), or, with batch b > 1, at the
     state left by the last token of the previous group of b tokens.
@@ -429,7 +429,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class FeatureDim:
-    """A dim that a feature map makes: size(base)^order for a power, the sum of size(base)^i, i = 0..order, for taylor."""
+    """A dim that a feature map makes: size(base)^order for a power, for taylor the sum of size(base)^i, i <= order."""
 
     base: str
     kind: FeatureKind
@@ -442,7 +442,7 @@ class FeatureDim:
 
 @dataclass(frozen=True, slots=True)
 class KernelMap:
-    """`feature name = exp(scale * <., .>)`: phi with <phi(x), phi(y)> = exp(scale <x, y>), of infinitely many components.
+    """`feature name = exp(scale * <., .>)`: <phi(x), phi(y)> = exp(scale <x, y>), and phi has infinitely many parts.
 
     phi(x) is Apply(name, x, (name,)), and a memory over it has the shape (rows, name). Both occur as the product of the
     two alone, in a readout possibly inside Apply("normalized", ...): divided by the sum of the weighted kernel values.

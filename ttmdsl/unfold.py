@@ -1,9 +1,9 @@
 """Windows, delays, features and steps, reduced to what the recurrence's lowerings know: plain tensors, one per token.
 
-Input: an `UpdateRule` as `derive` makes it, its gradients those of a window's summand. Output: `Unfolded`: the same
-update as a rule without any of these, and the `Prelude`, which says how the tensors that it needs follow from the
-declared ones. A window becomes the sum of its summand's gradients at delayed tensors; n gradient steps per token become
-n tokens. Prints nothing: the frame's code is emit_prelude.py's.
+Input: an `UpdateRule` as `derive` makes it, its gradients those of a window's summand. Output: the same update as a
+rule without any of these, and the `Prelude`, which says how the tensors that it needs follow from the declared ones. A
+window becomes the sum of its summand's gradients at delayed tensors; n gradient steps per token become n tokens. Prints
+nothing: the frame's code is emit_prelude.py's.
 
 Made names hold two underscores, which no declared name may: `k__past1` (k one token ago; where there is no such token
 the current one stands in, under a weight of zero), `seen__1` (whether there is one), `k__power2`, `y__weight1`.
@@ -11,6 +11,7 @@ the current one stands in, under a weight of zero), `seen__1` (whether there is 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -20,6 +21,7 @@ from ttmdsl.simplify_expr import ONE, add, mul, sub
 from ttmdsl.spec import (
     Binary,
     Component,
+    Const,
     Delay,
     Expr,
     Features,
@@ -28,6 +30,7 @@ from ttmdsl.spec import (
     Pass,
     Ref,
     Shape,
+    Size,
     Tensor,
 )
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
@@ -59,32 +62,28 @@ class Prelude:
         return not (self.history or self.values or self.steps > 1 or self.step_dim)
 
 
-@dataclass(frozen=True)
-class Unfolded:
-    rule: UpdateRule
-    prelude: Prelude
-
-
-def unfold(rule: UpdateRule) -> Unfolded:
+def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude]:
     """The rule that the lowerings take, and its prelude."""
-    spec = replace(rule.spec, dims=_dims(rule.spec))
+    spec = rule.spec
     made = _Made(spec)
     spec = replace(spec, lets=tuple((name, made.now(e)) for name, e in spec.lets))
     found = [made.of_pass(p, d) for p, d in zip(spec.passes, rule.passes, strict=True)]
     prelude = made.prelude()
     if prelude.empty:
-        return Unfolded(replace(rule, spec=replace(rule.spec, dims=spec.dims)), prelude)
+        return replace(rule, spec=replace(rule.spec, dims=_dims(rule.spec))), prelude
     passes, derived = tuple(p for p, _ in found), tuple(d for _, d in found)
     used = _used(spec, passes, derived)
     tensors = tuple(t for t in prelude.tensors if t.kind == "param" or t.name in used)
     spec = replace(spec, tensors=tensors, passes=passes)
-    return Unfolded(UpdateRule(spec, rule.jacobians, derived), replace(prelude, tensors=tensors))
+    spec = replace(spec, dims=_dims(spec))
+    return replace(rule, spec=spec, passes=derived), replace(prelude, tensors=tensors)
 
 
 def _dims(spec: LayerSpec) -> tuple[str, ...]:
-    """Every dim that a value may have: the declared ones, constants, and those that feature maps make."""
+    """Every dim that a value has: the declared ones first, then constants and those that feature maps make."""
     shapes = [*(t.shape for t in spec.tensors), *(m.shape for m in spec.memories)]
-    return tuple(dict.fromkeys((*spec.dims, *(d for shape in shapes for d in shape), *spec.features)))
+    present = dict.fromkeys(d for shape in shapes for d in shape)
+    return (*(d for d in spec.dims if d in present), *(d for d in present if d not in spec.dims))
 
 
 def _used(spec: LayerSpec, passes: tuple[Pass, ...], derived: tuple[PassRule, ...]) -> set[str]:
@@ -143,14 +142,17 @@ class _Made:
     def now(self, e: Expr, ago: int = 0) -> Expr:
         """The expression `ago` tokens back, in terms of tensors of the current token. Lets of `derive` get a suffix."""
         match e:
-            case Ref(kind="let") if ago and e.name not in dict(self.spec.lets):
-                return replace(e, name=f"{e.name}__{ago}")
-            case Ref() if ago:
-                return self.plain(e, ago)
+            case Ref(name=name, kind="let") if ago:
+                own = dict(self.spec.lets)
+                return self.now(own[name], ago) if name in own else replace(e, name=f"{name}__{ago}")
+            case Ref(name=name, kind="input" | "gate") if ago:
+                return self._past(name, ago)
             case Delay(x=x, by=by):
                 return mul(self._seen(ago + by), self.now(x, ago + by))
             case Component() | Features():
                 return self._value(self.plain(e, ago))
+            case Size(dim=dim) if dim in self.spec.consts:
+                return Const(dim, self.spec.consts[dim])
             case _:
                 return with_children(e, tuple(self.now(c, ago) for c in children(e)))
 
@@ -287,9 +289,7 @@ def _where(mark: Expr, e: Expr, memory: Memory) -> Expr:
     factors = list(_factors(e))
     if factors.count(own) == 1:
         factors.remove(own)
-        factor = ONE
-        for f in factors:
-            factor = mul(factor, f)
+        factor = functools.reduce(mul, factors) if factors else ONE
         return mul(add(mul(mark, factor), sub(ONE, mark)), own)
     return add(mul(mark, e), mul(sub(ONE, mark), own))
 

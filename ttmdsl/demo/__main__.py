@@ -16,17 +16,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before a module defines its kernels: they are checked without a GPU
+# Before torch and a generated module are imported: the kernels are checked without a GPU, and a thread that waits for
+# the other leaves its core to whoever else needs it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 import ttmdsl
 from ttmdsl.demo import report, text
 from ttmdsl.demo.model import ByteModel
-from ttmdsl.demo.train import Curve, Settings, seconds_per_step, train
+from ttmdsl.demo.train import Curve, Settings, train
 from ttmdsl.explain import explain
 from ttmdsl.loader import read
 from ttmdsl.options import Options
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     arguments = _parser().parse_args(argv)
     settings = QUICK if arguments.quick else Settings()
-    settings = replace(settings, seed=arguments.seed, steps=arguments.steps or settings.steps)
+    settings = replace(settings, seed=arguments.seed, steps=arguments.steps or settings.steps, budget=arguments.budget)
     warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")  # numpy's, about padding
     console = Console()
     start = time.perf_counter()
@@ -84,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"the bigram model needs {bigram:.3f} bits per byte there"
     )
     models = {entry.name: _model(modules[entry.name], entry.sizes, settings) for entry in LAYERS}
-    settings = _fitted(models, corpus, settings, arguments.budget, console)
     curves = _train(models, corpus, settings, console)
 
     results = [_result(name, models[name], curve, arguments.quick) for name, curve in curves.items()]
@@ -147,22 +149,10 @@ def _model(module: ModuleType, sizes: Mapping[str, int], settings: Settings) -> 
     return ByteModel(module, hidden=settings.hidden, heads=settings.heads, blocks=settings.blocks, sizes=sizes)
 
 
-def _fitted(
-    models: Mapping[str, ByteModel], corpus: text.Text, settings: Settings, budget: float, console: Console
-) -> Settings:
-    """Fewer steps, the same for all, where the machine is too slow for the time that there is."""
-    with console.status("timing a step of each"):
-        seconds = sum(seconds_per_step(model, corpus, settings) for model in models.values())
-    steps = min(settings.steps, max(1, int(budget / seconds)))
-    console.print(f"{steps} steps of {settings.batch} × {settings.length} bytes for each model", end="")
-    slow = f", not {settings.steps}: a step of all three takes {seconds:.1f} s here"
-    console.print(slow if steps < settings.steps else "")
-    return replace(settings, steps=steps)
-
-
 def _train(
     models: Mapping[str, ByteModel], corpus: text.Text, settings: Settings, console: Console
 ) -> dict[str, Curve]:
+    """All models in turn, a bar for each."""
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(),
@@ -170,20 +160,22 @@ def _train(
         TextColumn("{task.fields[loss]}"),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
-    curves = {}
     with Progress(*columns, console=console) as progress:
-        tasks = {name: progress.add_task(name, total=settings.steps, start=False, loss="") for name in models}
-        for name, model in models.items():
-            task = tasks[name]
-            progress.start_task(task)
+        tasks = {name: progress.add_task(name, total=settings.steps, loss="") for name in models}
 
-            def show(step: int, curve: Curve, task: TaskID = task) -> None:
-                heldout = f", held out {curve.heldout[-1][1]:.2f}" if curve.heldout else ""
-                progress.update(task, completed=step, loss=f"{curve.train[-1]:.2f} bits/byte{heldout}")
+        def report(name: str, curve: Curve) -> None:
+            steps = len(curve.train)
+            heldout = f", held out {curve.heldout[-1][1]:.2f}" if curve.heldout else ""
+            progress.update(tasks[name], completed=steps, loss=f"{curve.train[-1]:.2f} bits/byte{heldout}")
+            if not console.is_terminal and curve.heldout and curve.heldout[-1][0] == steps:  # where no bar moves
+                console.print(f"{name}: step {steps}{heldout}")
 
-            curves[name] = train(model, corpus, settings, show)
-            if not console.is_terminal:  # where no bar moves
-                console.print(f"{name}: held out {curves[name].final:.3f} bits/byte after {curves[name].seconds:.0f} s")
+        curves = train(models, corpus, settings, report)
+        for name, task in tasks.items():
+            progress.update(task, total=len(curves[name].train))
+    steps = {len(curve.train) for curve in curves.values()}
+    if steps != {settings.steps}:
+        console.print(f"{max(steps)} steps instead of {settings.steps} in the {settings.budget:.0f} s that there were")
     return curves
 
 
@@ -207,8 +199,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="where loss.png goes (demo)")
     parser.add_argument("--steps", type=int, metavar="N", help=f"training steps of each model ({Settings().steps})")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
+    budget = Settings().budget
     parser.add_argument(
-        "--budget", type=float, default=250.0, metavar="SECONDS", help="of training in all; fewer steps beyond (250)"
+        "--budget",
+        type=float,
+        default=budget,
+        metavar="SECONDS",
+        help=f"of training; fewer steps beyond ({budget:.0f})",
     )
     parser.add_argument("--quick", action="store_true", help="tiny models, a few steps: does it run at all")
     return parser

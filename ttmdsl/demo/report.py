@@ -79,7 +79,7 @@ def figure(results: Sequence[Result], bigram: float, settings: Settings, path: P
         color=_INK,
     )
     bottom, top = min(result.curve.final for result in results) - 0.25, bigram + 0.75
-    axes.set_xlim(0, settings.steps * 1.01)
+    axes.set_xlim(0, 1.01 * max(len(result.curve.train) for result in results))
     axes.set_ylim(min(bottom, bigram - 0.5), top)
     axes.set_xlabel(f"training step ({settings.batch} × {settings.length} bytes each)")
     axes.set_ylabel("loss (bits per byte)")

@@ -1,0 +1,172 @@
+"""An interpreter of the IR, on float64 tensors: what a program means, apart from every printer.
+
+Input: nodes, a tensor for each leaf, the length of each axis. Output: a tensor for each node, its dims the node's axes.
+Autograd goes through it. Tiles may be longer than their dims (`tile`), as in the Triton kernels: then sums leave out
+what is beyond a dim's end, leaves are padded with zeros there, and functions that are infinite at 0 give 0, just as the
+emitter has it; everything else is computed on whatever the padding holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, reachable
+from ttmdsl.padding import singular
+
+SCALAR: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "mul": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "neg": torch.neg,
+    "recip": torch.reciprocal,
+    "exp2": torch.exp2,
+    "log2": torch.log2,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sigmoid": torch.sigmoid,
+    "abs": torch.abs,
+    "sign": torch.sign,
+    "step": lambda x: (x > 0).to(x.dtype),
+    "select": lambda flag, x, y: torch.where(flag > 0, x, y),
+}
+
+
+def spread(x: Tensor, axes: Axes, target: Axes) -> Tensor:
+    """The tensor with a dim of one for each of the target's axes that it lacks."""
+    for i, axis in enumerate(target):
+        if axis not in axes:
+            x = x.unsqueeze(i)
+    return x
+
+
+class Interpreter:
+    """Evaluates nodes, each once."""
+
+    def __init__(self, leaves: Mapping[Node, Tensor], sizes: Mapping[str, int], tile: int = 0) -> None:
+        self.leaves, self.sizes, self.tile = leaves, sizes, tile
+        self.known: dict[Node, Tensor] = {}
+
+    def length(self, axis: str) -> int:
+        """How many positions a tile has along an axis."""
+        return self.sizes["t"] if axis in TOKEN_AXES else max(self.sizes[base_dim(axis)], self.tile)
+
+    def inside(self, axes: Axes) -> Tensor:
+        """True where no axis is beyond its dim's end."""
+        keep = torch.ones([self.length(x) for x in axes], dtype=torch.bool)
+        for i, x in enumerate(axes):
+            if x not in TOKEN_AXES:
+                keep &= spread(torch.arange(self.length(x)) < self.sizes[base_dim(x)], (x,), axes[i:])
+        return keep
+
+    def __call__(self, node: Node) -> Tensor:
+        """The node's value."""
+        for n in reachable([node]):
+            if n not in self.known:
+                value = self._value(n)
+                self.known[n] = value.expand([self.length(x) for x in n.axes])
+        return self.known[node]
+
+    def _leaf(self, node: Node) -> Tensor:
+        given = self.leaves[node]
+        padded = given.new_zeros([self.length(x) for x in node.axes])
+        padded[tuple(slice(n) for n in given.shape)] = given
+        return padded
+
+    def _value(self, node: Node) -> Tensor:
+        args, axes = [self.known[a] for a in node.args], node.axes
+        both = [spread(x, a.axes, axes) for x, a in zip(args, node.args, strict=True)] if node.op in SCALAR else []
+        match node.op:
+            case "leaf":
+                return self._leaf(node)
+            case "const":
+                return torch.tensor(float(str(node.attr[0])), dtype=torch.float64)
+            case "size":
+                return torch.tensor(float(self.sizes[str(node.attr[0])]), dtype=torch.float64)
+            case "pow":
+                return self._tame(node, args[0] ** float(str(node.attr[0])))
+            case op if op in SCALAR:
+                return self._tame(node, SCALAR[op](*both))
+            case "expand":
+                return spread(args[0], node.args[0].axes, axes)
+            case "rename":
+                moved = [node.attr[1] if x == node.attr[0] else x for x in node.args[0].axes]
+                return args[0].permute([moved.index(x) for x in axes])
+            case "sum":
+                return self._sum(args[0], node.args[0].axes, node.reduced)
+            case "amax":
+                x, inner = args[0], node.args[0].axes
+                x = x.masked_fill(~self.inside(inner), -torch.inf)
+                return x.amax([inner.index(a) for a in node.reduced])
+            case "contract":
+                return self._product(node.args[0], node.args[1], node.reduced, axes)
+            case "mask":
+                return spread(args[0], node.args[0].axes, axes).masked_fill(
+                    ~self.keep(str(node.attr[0]), axes), float(str(node.attr[1]))
+                )
+            case "cumsum":
+                dim = axes.index(str(node.attr[0]))
+                return args[0].flip(dim).cumsum(dim).flip(dim) if node.attr[1] else args[0].cumsum(dim)
+            case "tri_inv":
+                return torch.linalg.inv(torch.eye(self.sizes["t"], dtype=torch.float64) - args[0])
+            case "decay_dot" | "decay_mix" | "decay_mix_t":
+                return self._decayed(node, args)
+            case _:
+                raise AssertionError(node.op)
+
+    def _tame(self, node: Node, value: Tensor) -> Tensor:
+        return value.where(self.inside(node.axes), 0.0) if singular(node) else value
+
+    def keep(self, kind: str, axes: Axes) -> Tensor:
+        """Where a mask of this kind keeps what it masks."""
+        n = self.sizes["t"]
+        lower = torch.ones(n, n, dtype=torch.bool).tril(0 if kind == "lower" else -1)
+        return spread(lower, ("t", "s"), axes)
+
+    def _sum(self, x: Tensor, axes: Axes, over: Axes) -> Tensor:
+        dims = [axes.index(a) for a in over]
+        beyond = ~self.inside(tuple(over)) if over else torch.tensor(False)
+        return x.masked_fill(spread(beyond, tuple(over), axes), 0.0).sum(dims)
+
+    def _product(self, a: Node, b: Node, over: Axes, axes: Axes) -> Tensor:
+        union = tuple(sorted({*a.axes, *b.axes}, key=lambda x: (*axes, *over).index(x)))
+        x, y = (self._ordered(n, union) for n in (a, b))
+        return self._sum(x * y, union, over)
+
+    def _ordered(self, node: Node, target: Axes) -> Tensor:
+        """The value with its axes in the target's order."""
+        present = [x for x in target if x in node.axes]
+        return spread(self.known[node].permute([node.axes.index(x) for x in present]), tuple(present), target)
+
+    def _decayed(self, node: Node, args: list[Tensor]) -> Tensor:
+        """The three products under a decay per channel, over [t, s, channel]; masked before the exponential."""
+        first, second, gq, gk = args
+        gap = gq[:, None, :] - gk[None, :, :]
+        decay = torch.exp2(gap.masked_fill(~self.keep(str(node.attr[0]), ("t", "s"))[:, :, None], -torch.inf))
+        match node.op:
+            case "decay_dot":
+                terms = first[:, None, :] * second[None, :, :] * decay
+                return self._sum(terms, ("t", "s", *node.reduced), node.reduced)
+            case "decay_mix":
+                return (first[:, :, None] * second[None, :, :] * decay).sum(1)
+            case _:
+                return (first[:, :, None] * second[:, None, :] * decay).sum(0)
+
+
+def draw_leaf(node: Node, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """A value for a leaf: small numbers, negative logarithms of decays, flags where the role asks for them."""
+    shape = [sizes["t"] if x in TOKEN_AXES else sizes[base_dim(x)] for x in node.axes]
+    match node.role:
+        case "live":
+            return torch.ones(shape, dtype=torch.float64)
+        case "last":
+            return torch.eye(sizes["t"], dtype=torch.float64)[-1]
+        case "fresh":
+            return torch.tensor(1.0, dtype=torch.float64)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.7
+    return -x.abs() if node.name.startswith("log_") else x

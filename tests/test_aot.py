@@ -1,0 +1,132 @@
+"""Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
+
+What is covered in bfloat16, all kernels of each form, forward and backward: the newest Triton at head sizes 32, 64 and
+128 for sm_90; Triton 3.6 at head size 64 for sm_80 and sm_90. The rest of the matrix (both versions, three head sizes,
+two targets) takes a quarter of an hour on two cores: `python tests/aot_matrix.py` compiles it and writes docs/aot.md.
+A kernel fails that does not compile, or that wants more shared memory than its target has. Spilled registers are no
+failure: they are listed after the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aot_matrix import OLD, VARIANTS, triton_36
+
+from ttmdsl.aot import Resources, capability, compile_all, parse_variant, table, to_json
+from ttmdsl.cli import main
+from ttmdsl.errors import LoadError
+
+CACHE = Path(__file__).parent.parent / ".triton"
+
+
+def run(variant: str, heads: str, targets: str, packages: Path | None = None) -> list[dict[str, Any]]:
+    """Compiles in a process of its own, as the command line does; `packages` is where its Triton is."""
+    paths = [str(packages)] if packages else []
+    paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(CACHE)}
+    command = [sys.executable, "-m", "ttmdsl", "aot", variant, "--heads", heads, "--targets", targets, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.stdout, done.stderr[-2000:]
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    assert done.returncode == int(any(row["error"] for row in rows))
+    return rows
+
+
+def judge(rows: list[dict[str, Any]], record_property: Any, version: str) -> None:
+    for row in rows:
+        if row["stack"]:
+            record_property("spill", {"triton": version, **row})
+    failures = [f"{r['kernel']} D={r['head']} {r['target']}: {r['error']}" for r in rows if r["error"]]
+    assert not failures, "\n".join(failures)
+    kernels = {r["kernel"] for r in rows}
+    assert {"_token_forward_kernel", "_token_backward_kernel"} <= kernels
+    assert all(r["registers"] > 0 for r in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_newest_triton(variant: str, record_property: Any) -> None:
+    judge(run(variant, "32,64,128", "sm_90"), record_property, "newest")
+
+
+@pytest.fixture(scope="session")
+def old_triton() -> Path:
+    return triton_36()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_triton_36(variant: str, record_property: Any, old_triton: Path) -> None:
+    judge(run(variant, "64", "sm_80,sm_90", old_triton), record_property, OLD)
+
+
+@pytest.mark.slow
+def test_the_old_triton_is_the_one_that_compiles(old_triton: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(old_triton)}
+    command = [sys.executable, "-c", "import triton, torch; print(triton.__version__)"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip() == OLD
+
+
+# ---- the command --------------------------------------------------------------------------------------------
+
+
+def test_too_much_shared_memory_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tuple(
+        Resources("x", kernel, "sm_90", 64, "bfloat16", 4, 100, stack, 1024, 0.1, error)
+        for kernel, stack, error in (("_a_kernel", 0, ""), ("_b_kernel", 8, ""), ("_c_kernel", 0, "too large"))
+    )
+    monkeypatch.setattr("ttmdsl.aot.compile_all", lambda *args, **kwargs: list(small))
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["aot", "mamba2"]) == 1
+    out = capsys.readouterr().out
+    assert "3 kernels: 1 failed, 1 spill registers" in out
+    assert "too large" in out
+    monkeypatch.setattr("ttmdsl.aot.compile_all", lambda *args, **kwargs: list(small[:2]))
+    assert main(["aot", "mamba2", "--json"]) == 0
+    assert [row["kernel"] for row in json.loads(capsys.readouterr().out)] == ["_a_kernel", "_b_kernel"]
+
+
+@pytest.mark.slow
+def test_processes_cache_and_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # does not reach the processes that compile
+    heard = []
+    first = compile_all(
+        ["linear_attention"], [32], ["sm_90"], processes=2, done=lambda n, total: heard.append((n, total))
+    )
+    again = compile_all(["linear_attention"], [32], ["sm_90"])
+    assert heard == [(1, 1)]
+    assert [r.kernel for r in first] == [r.kernel for r in again]
+    assert not any(r.error for r in first)
+    assert sum(r.seconds for r in again) < 0.3 * sum(r.seconds for r in first)
+    with pytest.raises(LoadError, match="no layer is called"):
+        compile_all(["linear_attentoin"])
+
+
+@pytest.mark.parametrize("variant", ["mamba2:b", "mamba2:b=x", "mamba2:=3", "mamba2:b-1=3"])
+def test_bad_variants(variant: str) -> None:
+    with pytest.raises(LoadError, match="expected constants"):
+        parse_variant(variant)
+
+
+def test_variants_and_targets() -> None:
+    assert parse_variant("lattice_dec:b=16:project=0") == ("lattice_dec", {"b": 16, "project": 0})
+    assert capability("sm_80") == 80
+    for target in ("sm_7", "90", "sm_x"):
+        with pytest.raises(LoadError, match="expected one of sm_80"):
+            capability(target)
+
+
+def test_reports() -> None:
+    row = Resources("mamba2", "_a_kernel", "sm_90", 64, "bfloat16", 4, 255, 1888, 65536, 2.5)
+    assert json.loads(to_json([row]))[0]["stack"] == 1888
+    assert table([row]).row_count == 1

@@ -1,0 +1,102 @@
+"""Plans: every output computed once, nothing used before it is there, and blocks only where columns are independent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ir_eval import Interpreter, draw_leaf
+from test_differentiate import LAYERS, SIZES, forms
+
+from ttmdsl.ir import Builder, Program
+from ttmdsl.lower import Form
+from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
+
+
+def plans() -> list[tuple[str, Form, Plan]]:
+    found = []
+    for name, consts in LAYERS:
+        for kind, form in forms(name, consts).items():
+            if kind != "token":
+                found.append((f"{name} {consts} {kind}", form, plan(kind, form)))
+    return found
+
+
+PLANS = plans()
+every_plan = pytest.mark.parametrize(("form", "found"), [p[1:] for p in PLANS], ids=[p[0] for p in PLANS])
+
+
+@every_plan
+def test_every_gradient_is_computed_once(form: Form, found: Plan) -> None:
+    computed = [name for kernel in found.backward for name, _ in kernel.outputs]
+    assert sorted(computed) == sorted(k[2:] for k in form.backward.outputs if k.startswith("d:"))
+    for kernel in found.backward:
+        assert all(form.backward.outputs[f"d:{name}"] is node for name, node in kernel.outputs)
+
+
+@every_plan
+def test_every_carry_is_handed_on_once(form: Form, found: Plan) -> None:
+    for kernels, program in ((found.forward, form.forward), (found.backward, form.backward)):
+        carried = [name for kernel in kernels for name, _ in kernel.carried]
+        assert sorted(carried) == sorted(carries(program))
+        assert [k.kind for k in kernels].count("scan") == 1
+    assert [name for k in found.forward for name, _ in k.outputs] == ["y"]
+
+
+@every_plan
+def test_nothing_is_used_before_it_is_there(form: Form, found: Plan) -> None:
+    saved: set[object] = set()
+    states: set[str] = set()
+    for kernel in found.kernels():
+        assert set(kernel.given) <= saved
+        read = {("d_" if n.role == "cocarry" else "") + n.name for n in kernel.leaves() if "carry" in n.role}
+        own = {("d_" if kernel.reverse else "") + n.name for n in kernel.leaves() if n.role == _carried_role(kernel)}
+        assert read - (own if kernel.kind == "scan" else set()) <= states
+        saved |= set(kernel.saves)
+        states |= {("d_" if kernel.reverse else "") + name for name in kernel.keeps}
+
+
+def _carried_role(kernel: Kernel) -> str:
+    return "cocarry" if kernel.reverse else "carry"
+
+
+@every_plan
+def test_names_are_unique_and_tell_the_form(form: Form, found: Plan) -> None:
+    names = [kernel.name for kernel in found.kernels()]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith(f"_{found.name}_") and name.endswith("_kernel") for name in names)
+
+
+@every_plan
+def test_a_block_of_the_free_axis_is_a_slice_of_the_whole(form: Form, found: Plan) -> None:
+    """A kernel whose grid splits a dim gets a slice of every tensor that has it, and must give the same slice back."""
+    generator = torch.Generator().manual_seed(0)
+    for kernel in (k for k in found.kernels() if k.blocked):
+        dim = kernel.blocked
+        leaves = {n: draw_leaf(n, SIZES, generator) for n in kernel.program.leaves()}
+        cut = {n: x.narrow(n.axes.index(dim), 0, 1) if dim in n.axes else x for n, x in leaves.items()}
+        whole, block = Interpreter(leaves, SIZES), Interpreter(cut, {**SIZES, dim: 1})
+        for root in kernel.roots:
+            assert dim in root.axes
+            expected = whole(root).narrow(root.axes.index(dim), 0, 1)
+            torch.testing.assert_close(block(root), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_free_axes_are_found_and_refused() -> None:
+    b = Builder(("i", "j"))
+    S, q = b.leaf("carry", "S", ("i", "j")), b.leaf("token", "q", ("t", "j"))
+    read = b.contract(S, q, {"j"})
+    program = Program("chunk", ("i", "j"), b, {"y": read})
+    assert free_axis(program, [read]) == "i"
+    assert free_axis(program, [read, b.sum(S, {"i"})]) == ""  # summed over
+    assert free_axis(program, [read, q]) == ""  # a root without it
+    assert free_axis(program, [read, b.rename(S, "i", "i'")]) == ""  # two names for one dim
+    assert free_axis(program, []) == ""
+
+
+def test_gradients_are_shared_out_in_full() -> None:
+    for _, form, _ in PLANS:
+        gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
+        for groups in (1, 2, 3, 50):
+            shares = split(form.backward, gradients, groups)
+            assert sorted(name for share in shares for name in share) == sorted(gradients)
+            assert 1 <= len(shares) <= groups

@@ -1,0 +1,40 @@
+"""Layers that nobody wrote: drawn specs, compiled and held against the reference, outputs, states and all gradients.
+
+A longer run by hand: `python -m ttmdsl.strategies 1000 --seed 1`, with `--triton` for the kernels.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from ttmdsl.strategies import compare, distinct, layer_specs
+
+
+def found(text: str, triton: bool = False) -> list[str]:
+    """What misses; fit to be sent from another process."""
+    torch.set_num_threads(1)
+    return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in compare(text, triton=triton)]
+
+
+@pytest.mark.parametrize("text", distinct(60), ids=map(str, range(60)))
+def test_torch_is_the_reference(text: str) -> None:
+    assert found(text) == [], text
+
+
+@pytest.mark.parametrize("text", distinct(12, seed=1), ids=map(str, range(12)))
+def test_kernels_are_the_reference(text: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(found, text, triton=True).result() == [], text
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(layer_specs())
+def test_every_drawn_spec_checks(text: str) -> None:
+    from ttmdsl.check import check
+    from ttmdsl.parse import parse
+
+    spec = check(parse(text), text)
+    assert spec.name == "Drawn"

@@ -1,0 +1,69 @@
+"""The prelude section of a generated module: tensors made for all tokens at once, before a derived backend runs.
+
+Input: a `LayerSpec` and the `Prelude` that unfold.py found for it. Output: source text that defines `_prelude` and the
+helpers it needs, or "" where the backends take the declared tensors as they are. What it makes is made by torch under
+autograd, so gradients flow through it. The reference does not use it.
+"""
+
+from __future__ import annotations
+
+from ttmdsl import spec as s
+from ttmdsl.past import past_name
+from ttmdsl.print_reference import Printer, fn_params
+from ttmdsl.templates import render
+from ttmdsl.unfold import FIRST, LAST, Prelude
+from ttmdsl.walk_expr import walk
+
+
+def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
+    """The section's source text; its surroundings import torch."""
+    if prelude.empty:
+        return ""
+    made = [_value(spec, tensor, e) for tensor, e in prelude.values]
+    nodes = [n for _, e in prelude.values for n in walk(e)]
+    stepped = [t.keyword for t in spec.tensors if t.kind != "param" and _stepped(t, prelude)]
+    return render(
+        "prelude.py.j2",
+        prelude=prelude,
+        takes=[t.keyword for t in prelude.tensors],
+        ends=[(past_name(spec.tensor(name)), spec.tensor(name).keyword) for name in prelude.history],
+        past=[(made.keyword, t.keyword, past_name(t), by) for made, t, by in prelude.past],
+        stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if _stepped(t, prelude))],
+        marks=[t.name for t in prelude.tensors if t.name in (FIRST, LAST)],
+        firsts=[(made.keyword, t.keyword, t.kind == "param") for made, t in prelude.firsts],
+        values=made,
+        sources=[(t.name, t.keyword, t.range == "decay") for t in _sources(spec, prelude)],
+        features={n.kind for n in nodes if isinstance(n, s.Features)},
+        batch=max(p.optimizer.batch for p in spec.passes),
+        leader=next(t.keyword for t in spec.tensors if t.kind != "param"),
+    )
+
+
+def _stepped(tensor: s.Tensor, prelude: Prelude) -> bool:
+    return bool(prelude.step_dim) and tensor.shape[:1] == (prelude.step_dim,)
+
+
+def _sources(spec: s.LayerSpec, prelude: Prelude) -> list[s.Tensor]:
+    """What the values are made of, and what their code asks for sizes."""
+    names = {n.name for _, e in prelude.values for n in walk(e) if isinstance(n, s.Ref)}
+    sizes = {n.dim for _, e in prelude.values for n in walk(e) if isinstance(n, s.Size)}
+    names |= {next((t.name for t in spec.tensors if dim in t.shape), "") for dim in sizes}
+    applied = {n.fn for _, e in prelude.values for n in walk(e) if isinstance(n, s.Apply)} & spec.fns.keys()
+    names |= {name for fn in applied for name in fn_params(spec.fns[fn])}
+    seen = [s.Tensor(f"seen__{by}", "gate", ()) for by in prelude.seen]
+    return [t for t in (*spec.tensors, *(made for made, _, _ in prelude.past), *seen) if t.name in names]
+
+
+def _value(spec: s.LayerSpec, tensor: s.Tensor, e: s.Expr) -> dict[str, object]:
+    """A made tensor: the lines of the function that makes it."""
+    first = next((n.name for n in walk(e) if isinstance(n, s.Ref)), "")
+    printer = Printer(spec, f'x["{first}"]', ("x",), prefix="_")
+    text = printer.tensor(printer.expr(e)).text
+    return {
+        "keyword": tensor.keyword,
+        "function": f"_make_{tensor.name}",
+        "definitions": list(printer.definitions),
+        "text": text,
+        "rank": len(tensor.shape),
+        "input": tensor.kind == "input",
+    }

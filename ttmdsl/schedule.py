@@ -1,0 +1,91 @@
+"""The order in which a kernel computes its values: tiles live in registers, so few should be alive at once.
+
+Input: nodes in any order that respects dependence. Output: the best of a few such orders by the peak of live tiles.
+Does not move loads, and does not choose what is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from ttmdsl.ir import Node
+
+Operands = Callable[[Node], tuple[Node, ...]]
+
+
+def weight(node: Node) -> float:
+    """Registers that a value takes, in tiles."""
+    return (0.0, 1 / 64, 1.0)[min(len(node.axes), 2)]
+
+
+def peak(order: list[Node], roots: Iterable[Node], operands: Operands) -> float:
+    """The most tiles alive at once; roots stay alive to the end."""
+    kept = set(roots)
+    inside = set(order)
+    left = Counter(a for n in order for a in operands(n))
+    live = most = 0.0
+    for n in order:
+        live += weight(n)
+        most = max(most, live)
+        for a in dict.fromkeys(operands(n)):
+            left[a] -= operands(n).count(a)
+            if left[a] == 0 and a in inside and a not in kept:
+                live -= weight(a)
+    return most
+
+
+def best_order(nodes: list[Node], kept: list[Node], operands: Operands) -> list[Node]:
+    """The nodes in the order of least peak: depth first, in both directions, or greedy; `kept` live to the end."""
+    used = {a for n in nodes for a in operands(n)}
+    ends = [n for n in nodes if n not in used]
+    orders = [nodes, _greedy(nodes, kept, operands)]
+    orders += [_depth_first(nodes, r, operands, flip) for r in (ends, ends[::-1]) for flip in (False, True)]
+    return min((o for o in orders if len(o) == len(nodes)), key=lambda order: peak(order, kept, operands))
+
+
+def _depth_first(nodes: list[Node], roots: list[Node], operands: Operands, flip: bool) -> list[Node]:
+    inside = set(nodes)
+    order: dict[Node, None] = {}
+    stack = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if node in order or node not in inside:
+            continue
+        if ready:
+            order[node] = None
+        else:
+            stack.append((node, True))
+            arguments = operands(node)
+            stack.extend((a, False) for a in (arguments if flip else arguments[::-1]))
+    return list(order)
+
+
+def _greedy(nodes: list[Node], roots: list[Node], operands: Operands) -> list[Node]:
+    """Always the ready value that frees most, or adds least."""
+    inside, kept = set(nodes), set(roots)
+    left = Counter(a for n in nodes for a in operands(n))
+    waiting = {n: {a for a in operands(n) if a in inside} for n in nodes}
+    users: dict[Node, list[Node]] = {}
+    for n in nodes:
+        for a in set(operands(n)):
+            users.setdefault(a, []).append(n)
+    place = {n: i for i, n in enumerate(nodes)}
+    ready = [n for n in nodes if not waiting[n]]
+    order: list[Node] = []
+
+    def cost(n: Node) -> tuple[float, int]:
+        arguments = Counter(operands(n))
+        freed = sum(weight(a) for a, c in arguments.items() if left[a] == c and a in inside and a not in kept)
+        return weight(n) - freed, place[n]
+
+    while ready:
+        node = min(ready, key=cost)
+        ready.remove(node)
+        order.append(node)
+        left.subtract(operands(node))
+        for user in users.get(node, ()):
+            waiting[user].discard(node)
+            if not waiting[user]:
+                ready.append(user)
+    return order
