@@ -114,6 +114,12 @@ class Interpreter:
                 return args[0].flip(dim).cumsum(dim).flip(dim) if node.attr[1] else args[0].cumsum(dim)
             case "tri_inv":
                 return torch.linalg.inv(torch.eye(self.sizes["t"], dtype=torch.float64) - args[0])
+            case "newton_schulz":
+                return self._newton_schulz(node, args[0])
+            case "newton_schulz_back":
+                x = args[0].detach().requires_grad_()
+                with torch.enable_grad():
+                    return torch.autograd.grad(self._newton_schulz(node, x), x, args[1])[0]
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 return self._decayed(node, args)
             case _:
@@ -142,6 +148,16 @@ class Interpreter:
         """The value with its axes in the target's order."""
         present = [x for x in target if x in node.axes]
         return spread(self.known[node].permute([node.axes.index(x) for x in present]), tuple(present), target)
+
+    def _newton_schulz(self, node: Node, x: Tensor) -> Tensor:
+        """Some steps of the odd polynomial that moves singular values towards 1; beyond the ends it takes zeros."""
+        rows, steps = str(node.attr[0]), int(str(node.attr[1]))
+        x = x.where(self.inside(node.axes), 0.0)
+        x = x if node.axes[0] == rows else x.mT
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+        return x if node.axes[0] == rows else x.mT
 
     def _decayed(self, node: Node, args: list[Tensor]) -> Tensor:
         """The three products under a decay per channel, over [t, s, channel]; masked before the exponential."""

@@ -74,6 +74,7 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "mask before exp2": lambda n, b: b.map("exp2", b.mask(n.pairs(n.x, n.y), "lower", float("-inf"))),
     "cumsum": lambda n, b: b.cumsum(n.x),
     "cumsum backwards": lambda n, b: b.cumsum(n.x, reverse=True),
+    "newton_schulz": lambda n, b: b.make("newton_schulz", (n.S,), n.S.axes, "j", 3),
     "tri_inv": lambda n, b: b.tri_inv(b.mask(n.pairs(n.x, n.y), "strict")),
     "decay_dot": lambda n, b: b.decay_dot(n.x, n.later(n.y), n.total(), n.later(n.total()), "lower", "i"),
     "decay_mix": lambda n, b: b.decay_mix(

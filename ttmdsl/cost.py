@@ -54,7 +54,7 @@ def _work(program: Program) -> Polynomial:
         axes = {x for a in node.args for x in a.axes}
         if node.op in ("newton_schulz", "newton_schulz_back"):
             rows, steps = str(node.attr[0]), int(str(node.attr[1]))
-            products = 3 * steps if node.op == "newton_schulz" else 7 * steps + 3 * steps * (steps - 1) // 2
+            products = 3 * steps if node.op == "newton_schulz" else 6 * steps + 3 * steps * (steps - 1) // 2
             work[tuple(sorted(base_dim(x) for x in (*node.axes, rows)))] += products
             continue
         matrix = len([x for x in node.axes if x not in TOKEN_AXES]) == 2
