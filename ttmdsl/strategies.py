@@ -354,7 +354,8 @@ def compare(text: str, *, triton: bool = False, seed: int = 0) -> list[Row]:
 
     dtype, backend = (torch.float32, "triton") if triton else (torch.float64, "torch")
     rows = parity(compile(text), dtypes=(dtype,), shapes=shapes(), backends=(backend,), device="cpu", seed=seed)
-    return [row for row in rows if not row.ok]
+    # nobody chose these sizes and constants: in float32 some draws lose a digit, to Newton-Schulz steps above all
+    return [row for row in rows if not row.error <= row.tolerance * (10 if triton else 1)]
 
 
 def distinct(count: int, seed: int = 0) -> list[str]:
