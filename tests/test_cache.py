@@ -14,7 +14,6 @@ import ttmdsl
 from ttmdsl import cache
 from ttmdsl.loader import constants, read
 
-
 TESTS = Path(__file__).parent
 
 

@@ -63,7 +63,7 @@ def test_shipped_layer(path: Any) -> None:
     text = path.read_text(encoding="utf-8")
     found = check(parse(text, path.name), text, path.name)
     assert found.source == text
-    assert snake_case(found.name) == {"gla": "gated_linear_attention"}.get(path.stem, path.stem)
+    assert snake_case(found.name) == path.stem
 
 
 def test_delta_net() -> None:

@@ -17,7 +17,6 @@ from ttmdsl.loader import read
 from ttmdsl.pipeline import STAGES
 
 
-
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import ttmdsl
 
-
 HIDDEN, HEADS = 12, 3
 GROUPED = [("titans_linear", {"b": 4}), ("lattice_dec", {"b": 3}), ("trellis", {"b": 4})]
 LAYERS = [(name, {}) for name in ttmdsl.layers()] + GROUPED

@@ -12,7 +12,6 @@ import torch
 
 import ttmdsl
 
-
 B, T, H, K, V = 2, 5, 3, 4, 6
 
 
