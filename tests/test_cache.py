@@ -63,7 +63,7 @@ def test_files_are_named_after_their_layer(place: Path) -> None:
     ("name", "message"),
     [
         ("gated_deltanet", "no layer is called 'gated_deltanet'; did you mean 'gated_delta_net'?"),
-        ("zzz", "no layer is called 'zzz'; shipped layers: delta_net, "),
+        ("zzz", "no layer is called 'zzz'; shipped layers: abc, "),
         ("nowhere/zzz.ttm", "'nowhere/zzz.ttm': cannot read the spec (No such file or directory)"),
         ("", "no layer is called ''"),
         ("a\0.ttm", "cannot read the spec"),

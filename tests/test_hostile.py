@@ -16,7 +16,7 @@ from ttmdsl.resources import folder
 from ttmdsl.spec import LayerSpec
 
 LAYERS = [path.read_text(encoding="utf-8") for path in sorted(folder("layers").glob("*.ttm"))]
-GOOD = LAYERS[0]
+GOOD = (folder("layers") / "delta_net.ttm").read_text(encoding="utf-8")
 
 
 def compiled(text: str) -> LayerSpec:

@@ -15,7 +15,7 @@ import ttmdsl
 SHAPES: tuple[dict[str, Any], ...] = (
     {"label": "T=21, cut at 6", "tokens": 21, "heads": 2, "dims": (12, 20, 9), "cuts": (6,)},
     {"label": "packed 5+0+1", "dims": (5, 3), "lengths": (5, 0, 1)},
-    {"label": "T=4, dims 60 and 24", "tokens": 4, "dims": (60, 24), "state": False},
+    {"label": "T=9, dims 60 and 24", "tokens": 9, "dims": (60, 24), "state": False},
 )
 
 

@@ -160,9 +160,7 @@ def by_hand(oracle: Oracle, module: Any, x: dict[str, Tensor], state: dict[str, 
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
     for n in range(batch):
         for h in range(heads):
-            tokens = [
-                {key: v[h] if key in per_head else v[n, t, h] for key, v in plain.items()} for t in range(length)
-            ]
+            tokens = [{key: v[h] if key in per_head else v[n, t, h] for key, v in plain.items()} for t in range(length)]
             ys, final = oracle(tokens, {key: s[n, h] for key, s in state.items()}, b)
             found[n, h] = {"y": torch.stack(ys), **final}
     keys = found[0, 0].keys()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ttmdsl.strategies import compare, distinct, layer_specs
+from ttmdsl.strategies import compare, distinct
+from ttmdsl.testing import layer_specs
 
 
 def found(text: str, triton: bool = False) -> list[str]:

@@ -57,9 +57,7 @@ class SpecError(TtmError):
     One subclass for each stage of the pipeline that reads a spec.
     """
 
-    def __init__(
-        self, diagnostics: tuple[Diagnostic, ...], source: str, filename: str = "<spec>"
-    ) -> None:
+    def __init__(self, diagnostics: tuple[Diagnostic, ...], source: str, filename: str = "<spec>") -> None:
         self.diagnostics = diagnostics
         self.source = source
         self.filename = filename

@@ -187,10 +187,11 @@ class Builder:
                 return self.zero((*x.axes, *y.axes))
         if a.value is not None and b.value is not None:
             return self.const(a.value * b.value)
-        if a.op == "neg":
-            return self.neg(self.mul(a.args[0], b))
-        if b.op == "neg":
-            return self.neg(self.mul(a, b.args[0]))
+        for i, x in enumerate((a, b)):  # signs stay outside of products
+            inner = x.args[0] if x.op in ("neg", "expand") else x
+            if x.op == "neg" or inner.op == "neg":
+                bare = inner if x.op == "neg" else self.expand(inner.args[0], x.axes)
+                return self.neg(self.mul(bare, b) if i == 0 else self.mul(a, bare))
         for x, y in ((a, b), (b, a)):
             if x.op == "mask" and x.attr[1] == 0 and constant(x.args[0]) is not None:
                 return self.mask(self.mul(x.args[0], y), x.attr[0])  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""For the tests of those who use or invent layers: parity as an assertion, and inputs drawn by hypothesis.
+"""For the tests of those who use or invent layers: parity as an assertion, and inputs or whole layers drawn by
+hypothesis.
 
 Input: a generated module. Output: an AssertionError with a table of what missed, or a hypothesis strategy for `op`'s
-keywords. Needs no pytest; needs hypothesis only for `layer_inputs`.
+keywords. Needs no pytest; needs hypothesis only for `layer_inputs` and `layer_specs`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ttmdsl.parity import Row, Shape, dims_of, draw, parity
+from ttmdsl.strategies import layer_specs
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["check_layer", "layer_inputs"]
+__all__ = ["check_layer", "layer_inputs", "layer_specs"]
 
 # Values at, or next to, the ends of each range; a decay as its logarithm.
 _EDGES = {
