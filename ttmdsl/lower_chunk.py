@@ -280,10 +280,6 @@ class _PassLowering:
                 frozen = b.leaf("carry", point_name(name), memory.start.axes)
                 point[name] = b.select(b.leaf("fresh", str(pass_.optimizer.batch), ()), memory.start, frozen)
             outputs[f"carry:{point_name(name)}"] = point[name]
-        if pass_.optimizer.at == "retained":
-            point = {m: self.lower.vector(e, {**env, **point}) for m, e in pass_.retention.items()}
-            if any("t" in p.axes for p in point.values()):
-                raise NotChunkable("a gradient point that decays with every token is not frozen")
         at_point: dict[str, Node] = {**env, **point}
         for name, e in self.derived.definitions:
             at_point[name] = b.label(self.lower.vector(e, at_point), name)
