@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: demo test lint types tests clean
+.PHONY: demo test lint types tests aot clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m ttmdsl.demo $(ARGS)
@@ -26,6 +26,10 @@ types: $(VENV)/.dev
 # One thread a worker: there are as many workers as cores, and small tensors.
 tests: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=5 $(ARGS)
+
+# Every kernel at every head size and target, with both versions of Triton: the table in docs/aot.md. Takes long.
+aot: $(VENV)/.dev
+	$(BIN)/python tests/aot_matrix.py 2
 
 clean:
 	rm -rf $(VENV) demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
