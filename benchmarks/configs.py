@@ -24,7 +24,7 @@ def run(job: tuple[str, int, int, int, int, int, int, int]) -> tuple[tuple[objec
     variant, head, T, block, warps, stages, chunk, heads = job
     name, consts = parse(variant)
     module = ttmdsl.load(name, **consts)
-    module._block = lambda programs: block
+    module._BLOCK = block
     module._options = lambda kind, tiles: {"num_warps": warps, "num_stages": stages}
     if chunk:
         original = module._lengths

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import sympy
 
 from ttmdsl.errors import NOWHERE, Diagnostic, Span
+from ttmdsl.jacobian import combine
 from ttmdsl.simplify_expr import (
     ONE,
     add,
@@ -174,17 +175,7 @@ class _Table:
         a, b = self.formula(e.a), self.formula(e.b)
         if a is None or b is None:
             return None
-        match e.op:
-            case "add":
-                return a + b
-            case "sub":
-                return a - b
-            case "mul":
-                return a * b
-            case "div":
-                return a / b
-            case _:
-                return None
+        return combine(e.op, a, b) if e.op in ("add", "sub", "mul", "div") else None
 
     def _symbol(self, e: Expr) -> sympy.Symbol:
         return self._symbols.setdefault(e, sympy.Symbol(f"n{len(self._symbols)}"))

@@ -58,7 +58,6 @@ class KernelText:
     doc: str
     kind: Kind = "scan"
     alive: int = 0
-    serial: bool = False
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
     blocked: str = ""
@@ -123,10 +122,10 @@ class KernelWriter:
         self.printer.text[leaf] = name
         return f"{name} = {line}"
 
-    def load_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str) -> str:
-        """Text that loads a state from the array of starts, units or ends."""
+    def load_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, when: str = "") -> str:
+        """Text that loads a state from the array of starts, units or ends; zero unless `when`."""
         pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
-        return load_block(pointer, base, axes, self.states[name])
+        return load_block(pointer, base, axes, self.states[name], when)
 
     def store_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, value: str) -> str:
         pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
@@ -226,12 +225,12 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     unread = {n.name: n for n in kernel.program.leaves() if n.role == role and n.name in kernel.keeps}
     for name, leaf in {**carried, **unread}.items():
         variable = printer.text[leaf] = printer.names.get(prefix + name)
-        load = writer.load_state(source, prefix, name, leaf.axes, "n * H + h")
+        # one that no unit hands on is there for the first unit alone
+        when = "" if name in results else "step == 0"
+        line = f"{variable} = {writer.load_state(source, prefix, name, leaf.axes, 'n * H + h', when)}"
         if name in results:
             variables[name] = variable
-            text.before.append(f"{variable} = {load}")
-        else:  # no unit hands it on: it is there for the first unit alone
-            loads.append(f"{variable} = {load.replace('mask=', 'mask=(step == 0) & ')}")
+        (text.before if name in results else loads).append(line)
         if name in kernel.keeps:
             text.keep.append(writer.store_state("units", prefix, name, leaf.axes, "u * H + h", variable))
     if kernel.reverse:  # states at the units' starts
@@ -270,7 +269,6 @@ def write_map(spec: LayerSpec, kernel: Kernel) -> KernelText:
             loads.append(f"{name} = {writer.load_state('units', prefix, leaf.name, leaf.axes, 'u * H + h')}")
     text.body = [*before, *loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=False))]
     text.alive = round(printer.alive)
-    text.serial = any(n.op.startswith("decay_") for n in kernel.nodes() if n not in kernel.given)
     return text
 
 
@@ -311,13 +309,12 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
         variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
         text.before.append(f"{variables[key]} = {writer.load_state('end', 'd_', key, leaf.axes, 'n * H + h')}")
     text.body += printer.emit(roots)
-    sums: dict[str, str] = {}
     params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
     for key, value in backward.items():
         if key.startswith("carry:"):
             continue
         if key[2:] in params:
-            total = sums[key[2:]] = printer.names.get(f"{key[2:]}_total")
+            total = printer.names.get(f"{key[2:]}_total")
             zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
             text.before.append(f"{total} = {zero}")
             text.body.append(f"{total} += {printer.sanitized(value) if value.axes else printer.text[value]}")

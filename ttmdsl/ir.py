@@ -29,7 +29,7 @@ IR without token axes. A dim that occurs twice in one tile has a primed second a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -523,19 +523,23 @@ class Program:
         return "\n".join(lines)
 
 
-def reachable(roots: Iterable[Node]) -> list[Node]:
-    """The roots and all they depend on, operands before users, each once."""
+def reachable(
+    roots: Iterable[Node],
+    given: Container[Node] = (),
+    operands: Callable[[Node], tuple[Node, ...]] = lambda node: node.args,
+) -> list[Node]:
+    """The roots and all they need, operands before users, each once; not looking below what is given."""
     seen: dict[Node, None] = {}
     stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(list(roots))]
     while stack:
         node, ready = stack.pop()
         if node in seen:
             continue
-        if ready:
+        if ready or node in given:
             seen[node] = None
         else:
             stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args))
+            stack.extend((a, False) for a in reversed(operands(node)))
     return list(seen)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
@@ -57,7 +57,7 @@ class Kernel:
 
     def nodes(self) -> list[Node]:
         """What this kernel computes or loads, operands first; saved values are loaded."""
-        return slice_(self.roots, self.given)
+        return reachable(self.roots, set(self.given))
 
     def leaves(self) -> list[Node]:
         """Leaves that this slice needs."""
@@ -75,32 +75,11 @@ class Plan:
     def kernels(self) -> tuple[Kernel, ...]:
         return self.forward + self.backward
 
-    @property
-    def saved(self) -> tuple[Node, ...]:
-        return tuple(n for k in self.forward for n in k.saves)
-
-
-def slice_(roots: Iterable[Node], given: Iterable[Node] = ()) -> list[Node]:
-    """The roots and all they need, not looking below what is given."""
-    known = set(given)
-    order: dict[Node, None] = {}
-    stack = [(r, False) for r in reversed(list(roots))]
-    while stack:
-        node, ready = stack.pop()
-        if node in order:
-            continue
-        if ready or node in known:
-            order[node] = None
-        else:
-            stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args))
-    return list(order)
-
 
 def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = ()) -> str:
     """A dim that no value under the roots is summed over and that every root has: blocks of it are independent."""
     roots, known = list(roots), set(given)
-    nodes = [n for n in slice_(roots, known) if n not in known]
+    nodes = [n for n in reachable(roots, known) if n not in known]
     summed = {axis for n in nodes for axis in n.reduced} | {str(n.attr[0]) for n in nodes if n.op == "cumsum"}
     renamed = {str(a) for n in nodes if n.op == "rename" for a in n.attr}
     for dim in program.dims:
@@ -122,7 +101,7 @@ def plan(name: str, form: Form) -> Plan:
     ends = [*y.values(), *carries(form.forward).values()]
     later = [*carries(form.backward).values(), *gradients.values()]
 
-    dear = any(n.op in DEAR and n not in tied(form.forward, "carry") for n in slice_(ends))
+    dear = any(n.op in DEAR and n not in tied(form.forward, "carry") for n in reachable(ends))
     before = _prologue(f"_{name}_forward_free", form.forward, ends, "carry", ()) if dear else None
     saved = before.saves if before else ()
     cuts = _cuts(form.forward, ends, later, saved, tied(form.forward, "carry"), 2)
@@ -133,7 +112,7 @@ def plan(name: str, form: Form) -> Plan:
     free = _prologue(f"_{name}_backward_free", form.backward, d_ends, "cocarry", saved)
     saved += free.saves if free else ()
     cuts = _cuts(form.backward, d_ends, gradients.values(), saved, tied(form.backward, "cocarry"), 1)
-    used = {n.name for n in slice_(gradients.values(), (*saved, *cuts)) if n.role == "cocarry"}
+    used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
     backward = [_scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
     saved += cuts
     for i, share in enumerate(shares(form.backward, gradients, saved)):
@@ -148,10 +127,15 @@ def tied(program: Program, role: str) -> set[Node]:
     return depends_on(program.outputs.values(), [n for n in program.leaves() if n.role == role])
 
 
+def _is_product(node: Node) -> bool:
+    """Whether a value is a product of two tiles."""
+    return node.op == "contract" and len(node.axes) == 2
+
+
 def _dots(roots: Iterable[Node], given: Iterable[Node]) -> int:
     """How many products of tiles a slice holds."""
     known = set(given)
-    return sum(n.op == "contract" and len(n.axes) == 2 for n in slice_(roots, known) if n not in known)
+    return sum(_is_product(n) for n in reachable(roots, known) if n not in known)
 
 
 def _cuts(
@@ -164,13 +148,13 @@ def _cuts(
 ) -> tuple[Node, ...]:
     """Values that a scan saves, one per token, that would cost later kernels `least` products or more."""
     later = list(later)
-    needed = set(slice_(later, given))
+    needed = set(reachable(later, set(given)))
     found: tuple[Node, ...] = ()
     while len(found) < MOST_CUTS:
         have = (*given, *found)
         candidates = [
             n
-            for n in slice_(roots, have)
+            for n in reachable(roots, set(have))
             if n in needed and n in chained and n not in have and n.op not in ("leaf", "rename", "expand")
             if len(n.axes) == 2 and n.axes[0] == "t" and n.axes[1] not in TOKEN_AXES
         ]
@@ -185,7 +169,7 @@ def _cuts(
 def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, given: tuple[Node, ...]) -> Kernel | None:
     """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear."""
     chained = tied(program, role)
-    nodes = slice_(roots, given)
+    nodes = reachable(roots, set(given))
     chain = [n for n in nodes if n in chained and n not in given]
     border = dict.fromkeys(a for n in chain for a in n.args if a not in chained and len(a.axes) == 2)
     sources = {n: _sources(n, given) for n in border}
@@ -207,7 +191,7 @@ def _sources(node: Node, given: tuple[Node, ...]) -> tuple[Node, ...]:
         n = stack.pop()
         if n in known:
             continue
-        if n.op in DEAR or (n.op == "contract" and len(n.axes) == 2):
+        if n.op in DEAR or _is_product(n):
             found[n] = None
         else:
             stack.extend(n.args)
@@ -231,9 +215,7 @@ def _scan(
 
 def _giving(kernel: Kernel, saved: tuple[Node, ...]) -> Kernel:
     """The kernel with those saved values that it needs."""
-    from dataclasses import replace
-
-    needed = set(slice_(kernel.roots, saved))
+    needed = set(reachable(kernel.roots, set(saved)))
     return replace(kernel, given=tuple(n for n in saved if n in needed and n not in kernel.saves))
 
 
@@ -248,9 +230,9 @@ def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...]
     def cost(division: list[list[str]]) -> float:
         total = 0.0
         for share in division:
-            nodes = [n for n in slice_([gradients[k] for k in share], saved) if n not in saved]
+            nodes = [n for n in reachable([gradients[k] for k in share], set(saved)) if n not in saved]
             alive = peak([n for n in nodes if n.op not in ("leaf", "const", "size")], (), lambda n: n.args)
-            total += 1 + sum(n.op == "contract" and len(n.axes) == 2 for n in nodes) + SPILL * max(0.0, alive - ROOM)
+            total += 1 + sum(map(_is_product, nodes)) + SPILL * max(0.0, alive - ROOM)
         return total
 
     return min(divisions, key=cost)

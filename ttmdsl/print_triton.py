@@ -218,10 +218,10 @@ def _block(pointer: str, base: str, axes: Axes, order: Axes) -> str:
     return f"({pointer} + ({base}) * ({size(order)})) + ({offsets(axes, order)})"
 
 
-def load_block(pointer: str, base: str, axes: Axes, order: Axes) -> str:
-    """Loads the tile at block number `base` of a row-major array of blocks; zero beyond the dims' ends."""
-    mask = f", mask={inside(axes)}, other=0.0" if axes else ""
-    return f"tl.load({_block(pointer, base, axes, order)}{mask}).to(tl.float32)"
+def load_block(pointer: str, base: str, axes: Axes, order: Axes, when: str = "") -> str:
+    """Loads the tile at block number `base` of a row-major array of blocks; zero beyond the ends, and unless `when`."""
+    mask = " & ".join([*([f"({when})"] if when else []), *([inside(axes)] if axes else [])])
+    return f"tl.load({_block(pointer, base, axes, order)}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
 
 
 def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> str:

@@ -141,19 +141,7 @@ class Printer(ABC):
 
     def _missing(self, roots: list[Node]) -> list[Node]:
         """Nodes under the roots without text, not looking below those that have one."""
-        known = set(self.text)
-        order: dict[Node, None] = {}
-        stack = [(r, False) for r in reversed(roots)]
-        while stack:
-            node, ready = stack.pop()
-            if node in order or node in known:
-                continue
-            if ready:
-                order[node] = None
-            else:
-                stack.append((node, True))
-                stack.extend((a, False) for a in reversed(self.operands(node)))
-        return list(order)
+        return [n for n in reachable(roots, self.text, self.operands) if n not in self.text]
 
 
 def strip(expression: str) -> str:
