@@ -120,6 +120,12 @@ class Interpreter:
                 x = args[0].detach().requires_grad_()
                 with torch.enable_grad():
                     return torch.autograd.grad(self._newton_schulz(node, x), x, args[1])[0]
+            case "norm_scan":
+                return self._tame(node, self._norms(*args))
+            case "norm_slopes":
+                return self._log_slopes(*args)
+            case "norm_adjoint":
+                return self._tame(node, self._norm_adjoint(*args))
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 return self._decayed(node, args)
             case _:
@@ -158,6 +164,37 @@ class Interpreter:
             gram = x @ x.mT
             x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
         return x if node.axes[0] == rows else x.mT
+
+    def _norms(self, e: Tensor, g: Tensor, p: Tensor, w: Tensor, r: Tensor, a: Tensor, c: Tensor) -> Tensor:
+        """1 / |2^g_t x + w_t| token by token, from the inner products: `seen` holds those of x with every write."""
+        seen, norms = p, []
+        for t in range(len(e)):
+            mu = torch.exp2(g[t])
+            norms.append((e[t] + 2 * mu * seen[t]) ** -0.5)
+            overlap = w[t][:, None] * r[t] * r + a[t] * c + c[t] * a
+            seen = norms[-1] * (mu * seen + overlap)
+        return torch.stack(norms)
+
+    def _log_slopes(self, g: Tensor, p: Tensor, w: Tensor, r: Tensor, a: Tensor, c: Tensor, n: Tensor) -> Tensor:
+        """[t, s, channel]: the squared norm of t by log n_s, through autograd; all other norms as they are."""
+
+        def squares(log_n: Tensor) -> Tensor:
+            seen, found = p, []
+            for t in range(len(g)):
+                mu, norm = torch.exp2(g[t]), log_n[t].exp()
+                found.append(2 * mu * seen[t])
+                seen = norm * (mu * seen + w[t][:, None] * r[t] * r + a[t] * c + c[t] * a)
+            return torch.stack(found)
+
+        slopes = torch.autograd.functional.jacobian(squares, n.log().where(n > 0, 0.0))
+        return torch.einsum("tcsc->tsc", slopes)
+
+    def _norm_adjoint(self, slopes: Tensor, n: Tensor, d: Tensor) -> Tensor:
+        """Cotangent of the squared norms: a triangular system for every channel."""
+        eye = torch.eye(len(n), dtype=n.dtype)[:, :, None]
+        half = -0.5 * n**2  # d n / d square = half n
+        system = (eye - half[:, None] * slopes.transpose(0, 1)).permute(2, 0, 1)
+        return torch.linalg.solve(system, (half * n * d).T[..., None])[..., 0].T
 
     def _decayed(self, node: Node, args: list[Tensor]) -> Tensor:
         """The three products under a decay per channel, over [t, s, channel]; masked before the exponential."""

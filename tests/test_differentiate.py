@@ -80,6 +80,12 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "decay_mix": lambda n, b: b.decay_mix(
         n.pairs(n.x, n.y), n.later(n.y), n.total(), n.later(n.total()), "strict"
     ),
+    "norm_scan": lambda n, b: b.norm_scan(
+        b.add(b.mul(n.x, n.x), b.const(9.0)), n.g, n.y, n.pairs(n.y, n.y), n.x, b.mul(n.y, n.p), b.mul(n.x, n.y)
+    ),
+    "norm_scan of writes without an outer product": lambda n, b: b.norm_scan(
+        b.add(b.mul(n.x, n.x), b.const(9.0)), n.g, n.y, b.zero({"t", "s"}), b.zero(n.x.axes), n.y, b.mul(n.x, n.p)
+    ),
     "decay_mix_t": lambda n, b: b.decay_mix_t(n.pairs(n.x, n.y), n.y, n.total(), n.later(n.total()), "lower"),
 }  # fmt: skip
 
@@ -174,8 +180,9 @@ def test_a_gradient_has_its_leafs_axes() -> None:
 
 LAYERS = [
     ("linear_attention", {}), ("mamba2", {}), ("gla", {}), ("delta_net", {}), ("gated_delta_net", {}),
-    ("titans_linear", {"b": 4}), ("lattice_dec", {}), ("lattice_dec", {"b": 4, "project": 0}),
-    ("lattice_enc", {"b": 4, "project": 0}), ("lattice_sim", {"b": 1, "project": 0}), ("trellis", {"b": 4}),
+    ("titans_linear", {"b": 4}), ("lattice_dec", {}), ("lattice_dec", {"b": 4}), ("lattice_sim", {"b": 4}),
+    ("lattice_dec", {"b": 4, "project": 0}), ("lattice_enc", {"b": 4, "project": 0}),
+    ("lattice_sim", {"b": 1, "project": 0}), ("trellis", {"b": 4}),
 ]  # fmt: skip
 
 

@@ -47,7 +47,9 @@ NOT_A_SCALAR = "the gradient at every token is not a scalar times a read of the 
         ("lattice_dec", {"b": 16, "project": 0}, "frozen", ""),
         ("lattice_enc", {"b": 16, "project": 0}, "frozen", ""),
         ("lattice_sim", {"b": 16, "project": 0}, "frozen", ""),
-        ("lattice_dec", {"b": 16}, "sequential", PROJECTED),
+        ("lattice_dec", {"b": 16}, "frozen", ""),
+        ("lattice_enc", {"b": 16}, "frozen", ""),
+        ("lattice_sim", {"b": 16}, "frozen", ""),
         ("trellis", {}, "frozen", ""),
         ("trellis", {"b": 1}, "sequential", NOT_A_SCALAR),
     ],
@@ -77,6 +79,7 @@ def spec(*clauses: str) -> str:
     return "layer L {\n" + "\n".join(declared[key] for key in order if key in declared) + "\n}\n"
 
 
+UNIT, AT_POINT = ["fn unit(s)[i] = s[i] / sqrt(sum(j, s[j]^2))"], "optimizer gd(rate = eta, batch = 8)"
 GD, RETAINED = "optimizer gd(rate = eta)", "optimizer gd(rate = eta, at = retained)"
 
 
@@ -104,6 +107,20 @@ GD, RETAINED = "optimizer gd(rate = eta)", "optimizer gd(rate = eta, at = retain
          "sequential", "momentum over a decay per channel has no factored form"),
         (["gate alpha[d_k]: decay, mu[d_v]: decay", "bias -<S @ k, v>", "retention mu * (alpha * S)"],
          "sequential", "a decay of its own for every entry of the memory has no factored form"),
+        ([*UNIT, "bias -<S @ k, v>", "retention alpha * S", AT_POINT, "project columns(unit, S)"], "frozen", ""),
+        ([*UNIT, "bias -<S @ k, v>", "retention alpha * S", AT_POINT, "project rows(unit, S)"], "frozen", ""),
+        ([*UNIT, "bias -<S @ k, v>", GD, "project columns(unit, S)"], "sequential", PROJECTED),
+        ([*UNIT, "gate alpha[d_k]: decay, eta: unit", "retention alpha * S", AT_POINT, "project columns(unit, S)"],
+         "frozen", ""),
+        ([*UNIT, "gate alpha[d_v]: decay, eta: unit", "retention alpha * S", AT_POINT, "project columns(unit, S)"],
+         "sequential", "a projection along the channels that decay each on their own has no factored form"),
+        ([*UNIT, "retention alpha * S", "optimizer momentum(decay = alpha, rate = eta, batch = 8)",
+          "project columns(unit, S)"],
+         "sequential", "momentum under a projection after every token has no factored form"),
+        ([*UNIT, "bias 1/2 * |S @ k - v|^2 - <S @ q, v>", AT_POINT, "project columns(unit, S)"],
+         "sequential", "a projection after every token, and more writes than one outer product and one matrix"),
+        (["retention alpha * S", AT_POINT, "project columns(softmax, S)"],
+         "sequential", "the projection of S after every token is no scaling of its vectors to unit length"),
     ],
 )  # fmt: skip
 def test_classes(clauses: list[str], recurrence: str, reason: str) -> None:
@@ -120,7 +137,14 @@ def test_classes(clauses: list[str], recurrence: str, reason: str) -> None:
 CHUNKED = [
     *("linear_attention", "mamba2", "gla", "delta_net", "gated_delta_net"),
     *("titans_linear:5", "lattice_dec:5", "lattice_enc:5", "lattice_sim:5", "trellis:5"),
+    *("lattice_dec:5:0", "lattice_enc:5:0", "lattice_sim:5:0"),
 ]
+
+
+def variant_of(text: str) -> Lowered:
+    """A shipped layer, with its batch, with its choice of projection."""
+    name, *consts = text.split(":")
+    return shipped(name, **dict(zip(("b", "project"), map(float, consts), strict=False)))
 
 
 def tokens(program: Program, tensors: dict[str, Tensor], state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -145,13 +169,11 @@ def tokens(program: Program, tensors: dict[str, Tensor], state: dict[str, Tensor
 @pytest.mark.parametrize("variant", CHUNKED)
 @pytest.mark.parametrize("form", ["chunk", "resumed"])
 def test_a_chunk_is_its_tokens(variant: str, form: str) -> None:
-    name, _, batch = variant.partition(":")
-    consts = {"b": float(batch)} if batch else {}
-    found = shipped(name, **consts, **({"project": 0.0} if name.startswith("lattice") else {}))
+    found = variant_of(variant)
     chosen = getattr(found, form)
     if chosen is None:
         assert form == "resumed"
-        assert not batch
+        assert ":" not in variant
         return
     generator = torch.Generator().manual_seed(1)
     chunk = chosen.forward
@@ -171,9 +193,7 @@ def test_a_chunk_is_its_tokens(variant: str, form: str) -> None:
 
 @pytest.mark.parametrize("variant", CHUNKED)
 def test_tokens_that_are_not_there_change_nothing(variant: str) -> None:
-    name, _, batch = variant.partition(":")
-    consts = {"b": float(batch)} if batch else {}
-    found = shipped(name, **consts, **({"project": 0.0} if name.startswith("lattice") else {}))
+    found = variant_of(variant)
     assert found.chunk is not None
     chunk = found.chunk.forward
     generator = torch.Generator().manual_seed(2)

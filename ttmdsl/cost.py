@@ -19,7 +19,7 @@ from ttmdsl.state import POSITION, state_shapes
 Monomial: TypeAlias = tuple[str, ...]  # factors in order, a dim or C, the tokens of a chunk; T, the tokens so far
 Polynomial: TypeAlias = Counter[Monomial]
 
-_TRIANGULAR = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
+_TRIANGULAR = frozenset({"decay_dot", "decay_mix", "decay_mix_t", "norm_scan", "norm_adjoint"})
 
 
 def per_token(spec: LayerSpec, lowered: Lowered | LoweredKernel) -> list[str]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ttmdsl.ir import Axes, Node, Program, Role, constant, depends_on, reachable
+from ttmdsl.ir import TOKEN_AXES, Axes, Node, Program, Role, constant, depends_on, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
@@ -23,9 +23,25 @@ from ttmdsl.spec import LayerSpec
 from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
 
+DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
+NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
 UNARY = frozenset({"exp2", "log2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
 CONSTANTS = {math.log2(math.e): "LOG2E", math.log(2.0): "LN2"}
-LOCALS = {"x", "carry", "unit", "torch", "math", "Tensor", "d_y", "d_carry", "i", "grads", *CONSTANTS.values()}
+LOCALS = {
+    "x",
+    "carry",
+    "states",
+    "end",
+    "unit",
+    "torch",
+    "math",
+    "Tensor",
+    "d_y",
+    "d_carry",
+    "i",
+    "grads",
+    *CONSTANTS.values(),
+}
 
 
 def aligned(text: str, axes: Axes, target: Axes) -> str:
@@ -49,6 +65,14 @@ class TorchPrinter(Printer):
 
     def operand(self, node: Node, target: Axes) -> str:
         return aligned(self.text[node], node.axes, target) if self.is_tile(node) else self.text[node]
+
+    def tile(self, node: Node) -> str:
+        """A value over tokens as a tensor, constants too."""
+        number = constant(node)
+        if number is None:
+            return self.text[node]
+        like = "unit.lower" if set(node.axes) <= set(TOKEN_AXES) else "unit.lower[:, :1]"
+        return f"torch.full_like({like}, {number!r}, dtype=unit.one.dtype)"
 
     def expression(self, node: Node) -> str:
         axes, args = node.axes, node.args
@@ -103,7 +127,9 @@ class TorchPrinter(Printer):
                 texts = [f"{self.operand(a, axes)}{turn}" for a in args]
                 return f"_{node.op}({', '.join(texts)}, {node.attr[1]}){turn}"
             case "decay_dot" | "decay_mix" | "decay_mix_t":
-                return f"_{node.op}({', '.join(self.text[a] for a in args)}, unit.{node.attr[0]})"
+                return f"_{node.op}({', '.join(map(self.tile, args))}, unit.{node.attr[0]})"
+            case "norm_scan" | "norm_slopes" | "norm_adjoint":
+                return f"_{node.op}({', '.join(map(self.tile, args))})"
             case _:
                 assert node.op in UNARY, node.op
                 return f"torch.{node.op}({strip(ops[0])})"
@@ -145,18 +171,24 @@ class _Function:
 
     def __init__(self, name: str, form: Form, program: Program) -> None:
         self.name, self.form, self.program = name, form, program
+        self.keeps = name != "token"
         self.names = Names(LOCALS | set(keyword.kwlist))
         self.printer = TorchPrinter(program.builder, self.names)
         self.body: list[str] = []
         self.units: dict[str, str] = {}  # text of a value: the name of its list of values, one for each unit
 
     def forward(self) -> dict[str, object]:
-        """What the template needs for y and the carries after the last unit."""
+        """What the template needs for y, the carries after the last unit and those at every unit's start that the
+        backward function wants: of chunks; single tokens have too many, and it goes through them once more."""
         y, carries = self.program.outputs["y"], _carries(self.program)
         self.unpack(self.program.nodes())
-        ends = self.scan(self.program, FORWARD, carries, [y])
+        kept = self.form.backward.outputs.values() if self.keeps else ()
+        ends = self.scan(self.program, FORWARD, carries, [y, *kept])
         self.body += ["# for all units at once", *self.printer.emit([y])]
-        self.body.append(f"return {self.printer.text[y]}, {_dict(ends)}")
+        wanted = {n.name: n for n in reachable(kept) if n.role == "carry"}
+        stacks = {k: self.printer.text[n] for k, n in wanted.items()}
+        self.body.append(f"end = {_dict(ends)}")
+        self.body.append(f"return {self.printer.text[y]}, end, {_dict(stacks)}")
         return {"name": f"_{self.name}_forward", "args": "x, carry, unit", "body": self.body}
 
     def backward(self) -> dict[str, object]:
@@ -164,8 +196,13 @@ class _Function:
         grads = {k[2:]: v for k, v in self.program.outputs.items() if k.startswith("d:")}
         handed = {n.name for n in self.form.forward.carries()}
         replayed = {k: v for k, v in _carries(self.form.forward).items() if k in handed}
-        self.unpack(reachable([*replayed.values(), *self.program.outputs.values()]))
-        if handed:
+        needed = reachable(self.program.outputs.values())
+        self.unpack(needed if self.keeps else reachable([*replayed.values(), *self.program.outputs.values()]))
+        if self.keeps:
+            for leaf in (n for n in needed if n.role == "carry"):
+                self.printer.text[leaf] = self.names.get(f"{leaf.name}_all")
+                self.body.append(f'{self.printer.text[leaf]} = states["{leaf.name}"]')
+        elif handed:
             self.body.append("# the states at the start of every unit, once more")
             self.scan(self.form.forward, FORWARD, replayed, self.program.outputs.values())
         ends = self.scan(self.program, BACKWARD, _carries(self.program), grads.values())
@@ -179,7 +216,8 @@ class _Function:
                 text = self.printer.text[value] + (".sum((0, 2))" if name in params else "")
             self.body.append(f'    "{name}": {text},')
         self.body += ["}", f"return grads, {_dict(ends)}"]
-        return {"name": f"_{self.name}_backward", "args": "x, carry, unit, d_y, d_carry", "body": self.body}
+        given = "states" if self.keeps else "carry"
+        return {"name": f"_{self.name}_backward", "args": f"x, {given}, unit, d_y, d_carry", "body": self.body}
 
     def unpack(self, nodes: Iterable[Node]) -> None:
         """Names for the tensors among the nodes, and the texts of what is always at hand."""
@@ -279,14 +317,15 @@ def emit_torch(lowered: Lowered) -> str:
     for name, form in forms.items():
         functions += [_Function(name, form, form.forward).forward(), _Function(name, form, form.backward).backward()]
     ops = {n.op for f in forms.values() for p in (f.forward, f.backward) for n in p.nodes()}
-    per_channel = bool(ops & {"decay_dot", "decay_mix", "decay_mix_t"})
+    per_channel = bool(ops & DECAYED)
     dims, shapes = {d: _where(spec, d) for d in spec.dims}, state_shapes(spec)
     return render(
         "torch.py.j2",
         functions=functions,
         forms=list(forms),
-        helpers=sorted(ops & {"tri_inv", "newton_schulz", "decay_dot", "decay_mix", "decay_mix_t"}),
+        helpers=sorted(ops & (DECAYED | NORMS | {"tri_inv", "newton_schulz"})),
         newton_schulz=NEWTON_SCHULZ,
+        per_channel=per_channel,
         chunk=16 if per_channel else 64,
         batch=lowered.batch,
         batches=lowered.batches,

@@ -24,6 +24,13 @@ IR without token axes. A dim that occurs twice in one tile has a primed second a
           | decay_dot(q, k, gq, gk; mask, axis)    out[t, s] = sum_c q[t,c] k[s,c] 2^(gq[t,c] - gk[s,c]), masked
           | decay_mix(a, k, gq, gk; mask)          out[t, c] = sum_s a[t,s] k[s,c] 2^(gq[t,c] - gk[s,c]), masked
           | decay_mix_t(a, q, gq, gk; mask)        out[s, c] = sum_t a[t,s] q[t,c] 2^(gq[t,c] - gk[s,c]), masked
+          | norm_scan(e, g, p, w, r, a, c)         n[t, c] = 1/|2^g_t x_{t-1} + w_t|, x_t = n_t (2^g_t x_{t-1} + w_t)
+          | norm_slopes(g, p, w, r, a, c, n)       [t, s, c]: what moves norm t, of n_s; for norm_adjoint
+          | norm_adjoint(slopes, n, d)             cotangent of the squared norms, from that of n
+
+In the last three, vectors x (one for each c) are pushed by writes w_t and normalised after each; of them are given
+the inner products alone: e_t = |w_t|^2 + 4^g_t |x_{t-1}|^2, p_t = x_start . w_t and
+w_t . w_s = w[t,s] r_t r_s + a_t c_s + c_t a_s.
 """
 
 from __future__ import annotations
@@ -52,7 +59,7 @@ ELEMENTWISE = frozenset(
 )
 STRUCTURAL = frozenset(
     "leaf const size expand rename sum amax contract mask cumsum tri_inv newton_schulz newton_schulz_back"
-    " decay_dot decay_mix decay_mix_t".split()
+    " decay_dot decay_mix decay_mix_t norm_scan norm_slopes norm_adjoint".split()
 )
 REDUCING = frozenset({"sum", "amax", "contract"})
 
@@ -297,13 +304,22 @@ class Builder:
         return self.make("tri_inv", (n,), n.axes)
 
     def decay_dot(self, q: Node, k: Node, gq: Node, gk: Node, kind: str, axis: str) -> Node:
+        if is_zero(q) or is_zero(k):
+            return self.zero(("t", "s"))
         return self.make("decay_dot", (q, k, gq, gk), ("t", "s"), kind, axis)
 
     def decay_mix(self, a: Node, k: Node, gq: Node, gk: Node, kind: str) -> Node:
+        if is_zero(a) or is_zero(k):
+            return self.zero(gq.axes)
         return self.make("decay_mix", (a, k, gq, gk), gq.axes, kind)
 
     def decay_mix_t(self, a: Node, q: Node, gq: Node, gk: Node, kind: str) -> Node:
+        if is_zero(a) or is_zero(q):
+            return self.zero(gk.axes)
         return self.make("decay_mix_t", (a, q, gq, gk), gk.axes, kind)
+
+    def norm_scan(self, e: Node, g: Node, p: Node, w: Node, r: Node, a: Node, c: Node) -> Node:
+        return self.make("norm_scan", (e, g, p, w, r, a, c), e.axes)
 
     # -- sums of products ------------------------------------------------------------------------------------
 

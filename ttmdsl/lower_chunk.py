@@ -2,10 +2,8 @@
 
 Input: `UpdateRule`. Output: `Program` with unit "chunk", or `NotChunkable` with the reason.
 
-Inside a chunk a memory is never materialised at every token. It is known by its start, its decays and its writes,
-outer products l_s r_s^T (or frozen matrix times diagonal), and can be read through a vector:
-
-    P_t x = decay(0, t) P_0 x + sum_{s <= t} weight(t, s) l_s (r_s . x)
+Inside a chunk a memory is known by its start, its decays and its writes, outer products l_s r_s^T (or frozen matrix
+times diagonal), and can be read through a vector (chunk_memory.py).
 
 Three of the five classes of recurrence are this form: writes that are free of the state; writes that are affine in a
 read of the state just before (solved by a triangular inverse); writes that depend on the state at a frozen point.
@@ -14,181 +12,18 @@ read of the state just before (solved by a triangular inverse); writes that depe
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+
+import sympy
 
 from ttmdsl import spec as sp
+from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, normalised
+from ttmdsl.functions import X, aggregate
 from ttmdsl.ir import Builder, Node, Program, addends, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
 from ttmdsl.lower_token import bind_tensors
-from ttmdsl.rule import PassRule, UpdateRule
+from ttmdsl.rule import Jacobian, PassRule, UpdateRule
 from ttmdsl.state import momentum_name, point_name
-
-Moment = Literal["before", "retained", "after"]
-
-
-@dataclass(frozen=True)
-class Write:
-    """Token s adds left_s right_s^T (axes rows, columns); with `frozen`, a matrix scaled by `right` along its axis."""
-
-    left: Node
-    right: Node
-    frozen: Node | None = None
-
-
-@dataclass
-class ChunkMemory:
-    """One memory over one chunk; implements `VirtualMemory` for the readout after each token."""
-
-    b: Builder
-    name: str
-    rows: str
-    columns: str
-    start: Node
-    log_decay: Node
-    live: Node
-    last: Node
-    momentum: Node | None = None
-    log_momentum_decay: Node | None = None
-    writes: list[Write] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        b = self.b
-        self.total = b.label(b.cumsum(self.log_decay), f"{self.name}_log_decay")
-        channels = [x for x in self.log_decay.axes if x != "t"]
-        if len(channels) > 1:
-            raise NotChunkable("a decay of its own for every entry of the memory has no factored form")
-        if channels and self.log_momentum_decay is not None:
-            raise NotChunkable("momentum over a decay per channel has no factored form")
-        if self.log_momentum_decay is not None and self.log_momentum_decay.axes != ("t",):
-            raise NotChunkable("a momentum decay per channel has no factored form")
-        self.channel = channels[0] if channels else ""
-
-    def decayed(self, moment: Moment) -> Node:
-        """log2 of the decay from the chunk's start to just before or just after each token's own decay."""
-        return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
-
-    def weights(self, moment: Moment) -> Node:
-        """weight[t, s] of write s in the memory at t; scalar decay. With momentum, two triangular matrices' product."""
-        b = self.b
-        gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
-        if self.log_momentum_decay is None:
-            kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
-            return b.label(b.map("exp2", b.mask(gap, kind, float("-inf"))), "weights")
-        pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
-        return b.label(b.contract(b.rename(pushes, "s", "u"), b.rename(self._impulses(), "t", "u"), {"u"}), "weights")
-
-    def _pushes(self, moment: Moment) -> Node:
-        b = self.b
-        gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
-        return b.map("exp2", b.mask(gap, "lower" if moment == "after" else "strict", float("-inf")))
-
-    def _impulses(self) -> Node:
-        """2^(m_t - m_s) for t >= s: how much of write s the momentum still holds at t."""
-        assert self.log_momentum_decay is not None
-        m = self.b.cumsum(self.log_momentum_decay)
-        return self.b.map("exp2", self.b.mask(self.b.sub(m, self.b.rename(m, "t", "s")), "lower", float("-inf")))
-
-    def _momentum_weight(self, moment: Moment) -> Node:
-        """How much of the momentum at the chunk's start is in the memory at each token."""
-        b = self.b
-        assert self.log_momentum_decay is not None
-        left = b.mul(b.map("exp2", b.cumsum(self.log_momentum_decay)), self.live)
-        return b.contract(self._pushes(moment), b.rename(left, "t", "s"), {"s"})
-
-    # -- reads -----------------------------------------------------------------------------------------------
-
-    def read(self, x: Node, over: str) -> Node:
-        """The memory after each token, contracted with x over one axis (shape [t, other axis])."""
-        y = self.read_start(x, over, "after")
-        for w in self.writes:
-            y = self.b.add(y, self.read_write(w, x, over, "after"))
-        return y
-
-    def read_start(self, x: Node, over: str, moment: Moment) -> Node:
-        b, other = self.b, self.columns if over == self.rows else self.rows
-        decay = b.map("exp2", self.decayed(moment))
-        if self.channel == over:
-            y = b.contract(self.start, b.mul(decay, x), {over})
-        else:
-            y = b.mul(decay, b.contract(self.start, x, {over}))
-        if self.momentum is not None:
-            y = b.add(y, b.mul(self._momentum_weight(moment), b.contract(self.momentum, x, {over})))
-        return b.expand(y, {"t", other})
-
-    def read_write(self, w: Write, x: Node, over: str, moment: Moment) -> Node:
-        if w.frozen is not None:
-            return self._read_frozen(w.frozen, w.right, x, over, moment)
-        content, key = (w.left, w.right) if over == self.columns else (w.right, w.left)
-        return self.mix(self.scores(key, x, over, moment), content, moment, over)
-
-    def scores(self, key: Node, x: Node, over: str, moment: Moment) -> Node:
-        """score[t, s]: how much of write s a read through x_t picks up, its decay too unless per content channel."""
-        b = self.b
-        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
-        if self.channel == over:
-            axes = {"t", over}
-            gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
-            key = b.rename(b.expand(key, axes), "t", "s")
-            return b.label(b.decay_dot(b.expand(x, axes), key, gq, gk, kind, over), "scores")
-        match = b.contract(b.expand(x, {"t"}), b.rename(b.expand(key, {"t"}), "t", "s"), {over})
-        return b.label(b.mul(match, self.weights(moment)) if not self.channel else b.mask(match, kind), "scores")
-
-    def mix(self, scores: Node, content: Node, moment: Moment, over: str) -> Node:
-        b = self.b
-        content = b.rename(b.expand(content, {"t"}), "t", "s")
-        if self.channel in ("", over):
-            return b.contract(scores, content, {"s"})
-        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
-        gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
-        return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, kind)
-
-    def _read_frozen(self, frozen: Node, scale: Node, x: Node, over: str, moment: Moment) -> Node:
-        b = self.b
-        if self.channel:
-            raise NotChunkable("a state-shaped gradient term under a decay per channel has no factored form")
-        summed = b.contract(self.weights(moment), b.rename(b.expand(scale, {"t"}), "t", "s"), {"s"})
-        if over in scale.axes:
-            return b.contract(frozen, b.mul(summed, x), {over})
-        return b.mul(summed, b.contract(frozen, x, {over}))
-
-    # -- the chunk's end -------------------------------------------------------------------------------------
-
-    def end(self) -> Node:
-        """The memory after the chunk's last token."""
-        b = self.b
-        log_all = b.sum(self.log_decay, {"t"})
-        result = b.mul(b.map("exp2", log_all), self.start)
-        remaining = b.map("exp2", b.sub(log_all, self.total))
-        if self.momentum is not None:
-            result = b.add(result, b.mul(b.sum(b.mul(self.last, self._momentum_weight("after")), {"t"}), self.momentum))
-            final_row = b.contract(self.last, self.weights("after"), {"t"})
-            remaining = b.rename(final_row, "s", "t")
-        return b.add(result, self._sum_writes(remaining))
-
-    def end_momentum(self) -> Node:
-        """The momentum after the chunk's last token."""
-        b = self.b
-        assert self.log_momentum_decay is not None
-        assert self.momentum is not None
-        log_all = b.sum(self.log_momentum_decay, {"t"})
-        remaining = b.map("exp2", b.sub(log_all, b.cumsum(self.log_momentum_decay)))
-        return b.add(b.mul(b.map("exp2", log_all), self.momentum), self._sum_writes(remaining))
-
-    def _sum_writes(self, remaining: Node) -> Node:
-        b = self.b
-        result = b.zero({self.rows, self.columns})
-        for w in self.writes:
-            if w.frozen is not None:
-                result = b.add(result, b.mul(w.frozen, b.sum(b.mul(remaining, w.right), {"t"})))
-            else:
-                left, right = w.left, w.right
-                if self.columns in remaining.axes:
-                    right = b.mul(right, remaining)
-                else:
-                    left = b.mul(left, remaining)
-                result = b.add(result, b.contract(left, right, {"t"}))
-        return result
 
 
 def lower_chunk(rule: UpdateRule, aligned: bool) -> Program:
@@ -223,7 +58,7 @@ class _PassLowering:
     def run(self, env: dict[str, Node], outputs: dict[str, Node]) -> Node:
         """Adds the pass's carries to the outputs and gives its readout."""
         b, pass_, optimizer = self.lower.b, self.pass_, self.pass_.optimizer
-        if pass_.project:
+        if pass_.project and optimizer.batch == 1:
             raise NotChunkable("the projection after every token needs the memory at every token")
         if optimizer.kind == "muon":
             raise NotChunkable("Newton-Schulz is nonlinear in the momentum of every token")
@@ -234,6 +69,8 @@ class _PassLowering:
         rate = b.mul(self.lower.vector(optimizer.rate, env), live)
         if optimizer.batch > 1:
             self._write_at_frozen_point(memories, env, rate, outputs)
+            for name, e in pass_.project.items():
+                memories[name] = normalised(memories[name], self._unit_axis(name, e))
         else:
             self._write_at_each_token(memories, env, rate)
         reads: dict[str, Value] = {**env, **memories}
@@ -265,6 +102,15 @@ class _PassLowering:
         if not positive(decay):
             raise NotChunkable("a retention factor that may be negative has no logarithm")
         return b.expand(b.mul(log2(b, decay), live), {"t"})
+
+    def _unit_axis(self, name: str, e: sp.Expr) -> str:
+        """The axis of the vectors that a projection makes unit length."""
+        memory = next(m for m in self.pass_.memories if m.name == name)
+        if isinstance(e, sp.Columns | sp.Rows) and isinstance(e.m, sp.Ref) and e.m.name == name:
+            rows, columns = matrix_axes(memory.shape)
+            if _makes_unit_length(self.lower.jacobians[e.fn]):
+                return rows if isinstance(e, sp.Columns) else columns
+        raise NotChunkable(f"the projection of {name} after every token is no scaling of its vectors to unit length")
 
     # -- gradient at a frozen point: everything is linear in the writes -----------------------------------------
 
@@ -309,6 +155,11 @@ class _PassLowering:
         ((name, probe),) = reads
         moment: Moment = "retained" if self.pass_.optimizer.at == "retained" else "before"
         memories[name].writes += solve(b, memories[name], probe, found[name], moment)
+
+
+def _makes_unit_length(of: Jacobian) -> bool:
+    """Whether a vector function is x / |x|."""
+    return of.aggregates == (X**2,) and sympy.simplify(of.value - X / sympy.sqrt(aggregate(0))) == 0
 
 
 @dataclass

@@ -71,8 +71,10 @@ class PaddingAnalysis:
 
 
 def singular(node: Node) -> bool:
-    """Whether a function is infinite at 0, where padding often is."""
-    return node.op in ("recip", "rsqrt", "log2") or (node.op == "pow" and float(node.attr[0]) < 0)  # type: ignore[arg-type]
+    """Whether a function may be infinite, or no number, at 0, where padding often is."""
+    if node.op == "pow":
+        return float(node.attr[0]) < 0  # type: ignore[arg-type]
+    return node.op in ("recip", "rsqrt", "log2", "norm_scan", "norm_adjoint")
 
 
 def _worst(kinds: list[Padding]) -> Padding:

@@ -74,6 +74,12 @@ class TritonPrinter(Printer):
         number = constant(node)
         return self.wide(node) if number is None else f"tl.full({shape(node.axes)}, {number!r}, tl.float32)"
 
+    def operands(self, node: Node) -> tuple[Node, ...]:
+        if node.op == "norm_adjoint":
+            slopes, *others = node.args  # they hold the norms, too
+            return *slopes.args, others[-1]
+        return super().operands(node)
+
     def inside(self, axis: str, target: Axes) -> str:
         """A mask: true before the end of the dim."""
         return at(f"m_{base_dim(axis)}", (axis,), target)
@@ -151,6 +157,10 @@ class TritonPrinter(Printer):
                 texts = [f"tl.trans({self.sanitized(a)})" if turned else strip(self.sanitized(a)) for a in args]
                 text = f"_tile_{node.op}({', '.join(texts)}, {node.attr[1]}, INVERSE)"
                 return f"tl.trans({text})" if turned else text
+            case "norm_scan" | "norm_adjoint":
+                return self._tame(node, f"_tile_{node.op}({', '.join(map(self.tile, self.operands(node)))}, BT)")
+            case "norm_slopes":  # never a value: norm_adjoint takes what it is made of
+                raise AssertionError(node.op)
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 texts = [self.tile(a) for a in args]
                 if node.op == "decay_dot":

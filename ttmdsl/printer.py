@@ -119,11 +119,12 @@ class Printer(ABC):
         wanted = list(dict.fromkeys(roots))
         todo = self.order(self._missing(wanted), [n for n in wanted if n not in then])
         uses = Counter(a for n in todo for a in self.operands(n))
+        passed = {a for n in todo if len(self.operands(n)) > 3 for a in self.operands(n)}  # a line holds few arguments
         lines: list[str] = []
         for node in todo:
             expression = self.expression(node)
             label = self.builder.labels.get(node)
-            alone = uses[node] <= 1 and label is None and node not in wanted
+            alone = uses[node] <= 1 and label is None and node not in wanted and node not in passed
             given = node.op == "size" or constant(node) is not None or expression.isidentifier()
             if given or (alone and len(expression) <= INLINE_WIDTH):
                 self.text[node] = expression

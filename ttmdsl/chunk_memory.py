@@ -1,0 +1,250 @@
+"""A memory over one chunk of tokens, never materialised: its start, its decays and its writes.
+
+Input: leaves and values of the chunk. Output: what a read through a vector gives at every token, and the memory at the
+chunk's end.
+
+    P_t x = decay(0, t) P_0 x + sum_{s <= t} weight(t, s) l_s (r_s . x)
+
+Knows no layer and no optimizer; which writes there are is found in lower_chunk.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ttmdsl.ir import Builder, Node
+from ttmdsl.lower_expr import NotChunkable
+
+Moment = Literal["before", "retained", "after"]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Token s adds left_s right_s^T (axes rows, columns); with `frozen`, a matrix scaled by `right` along its axis."""
+
+    left: Node
+    right: Node
+    frozen: Node | None = None
+
+
+@dataclass
+class ChunkMemory:
+    """One memory over one chunk; implements `VirtualMemory` for the readout after each token."""
+
+    b: Builder
+    name: str
+    rows: str
+    columns: str
+    start: Node
+    log_decay: Node
+    live: Node
+    last: Node
+    momentum: Node | None = None
+    log_momentum_decay: Node | None = None
+    writes: list[Write] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        b = self.b
+        self.total = b.label(b.cumsum(self.log_decay), f"{self.name}_log_decay")
+        channels = [x for x in self.log_decay.axes if x != "t"]
+        if len(channels) > 1:
+            raise NotChunkable("a decay of its own for every entry of the memory has no factored form")
+        if channels and self.log_momentum_decay is not None:
+            raise NotChunkable("momentum over a decay per channel has no factored form")
+        if self.log_momentum_decay is not None and self.log_momentum_decay.axes != ("t",):
+            raise NotChunkable("a momentum decay per channel has no factored form")
+        self.channel = channels[0] if channels else ""
+
+    def decayed(self, moment: Moment) -> Node:
+        """log2 of the decay from the chunk's start to just before or just after each token's own decay."""
+        return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
+
+    def weights(self, moment: Moment) -> Node:
+        """weight[t, s] of write s in the memory at t; scalar decay. With momentum, two triangular matrices' product."""
+        b = self.b
+        gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
+        if self.log_momentum_decay is None:
+            kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
+            return b.label(b.map("exp2", b.mask(gap, kind, float("-inf"))), "weights")
+        pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
+        return b.label(b.contract(b.rename(pushes, "s", "u"), b.rename(self._impulses(), "t", "u"), {"u"}), "weights")
+
+    def _pushes(self, moment: Moment) -> Node:
+        b = self.b
+        gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
+        return b.map("exp2", b.mask(gap, "lower" if moment == "after" else "strict", float("-inf")))
+
+    def _impulses(self) -> Node:
+        """2^(m_t - m_s) for t >= s: how much of write s the momentum still holds at t."""
+        assert self.log_momentum_decay is not None
+        m = self.b.cumsum(self.log_momentum_decay)
+        return self.b.map("exp2", self.b.mask(self.b.sub(m, self.b.rename(m, "t", "s")), "lower", float("-inf")))
+
+    def _momentum_weight(self, moment: Moment) -> Node:
+        """How much of the momentum at the chunk's start is in the memory at each token."""
+        b = self.b
+        assert self.log_momentum_decay is not None
+        left = b.mul(b.map("exp2", b.cumsum(self.log_momentum_decay)), self.live)
+        return b.contract(self._pushes(moment), b.rename(left, "t", "s"), {"s"})
+
+    # -- reads -----------------------------------------------------------------------------------------------
+
+    def read(self, x: Node, over: str) -> Node:
+        """The memory after each token, contracted with x over one axis (shape [t, other axis])."""
+        y = self.read_start(x, over, "after")
+        for w in self.writes:
+            y = self.b.add(y, self.read_write(w, x, over, "after"))
+        return y
+
+    def read_start(self, x: Node, over: str, moment: Moment) -> Node:
+        b, other = self.b, self.columns if over == self.rows else self.rows
+        decay = b.map("exp2", self.decayed(moment))
+        if self.channel == over:
+            y = b.contract(self.start, b.mul(decay, x), {over})
+        else:
+            y = b.mul(decay, b.contract(self.start, x, {over}))
+        if self.momentum is not None:
+            y = b.add(y, b.mul(self._momentum_weight(moment), b.contract(self.momentum, x, {over})))
+        return b.expand(y, {"t", other})
+
+    def read_write(self, w: Write, x: Node, over: str, moment: Moment) -> Node:
+        if w.frozen is not None:
+            return self._read_frozen(w.frozen, w.right, x, over, moment)
+        content, key = (w.left, w.right) if over == self.columns else (w.right, w.left)
+        return self.mix(self.scores(key, x, over, moment), content, moment, over)
+
+    def scores(self, key: Node, x: Node, over: str, moment: Moment) -> Node:
+        """score[t, s]: how much of write s a read through x_t picks up, its decay too unless per content channel."""
+        b = self.b
+        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
+        if self.channel == over:
+            axes = {"t", over}
+            gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
+            key = b.rename(b.expand(key, axes), "t", "s")
+            return b.label(b.decay_dot(b.expand(x, axes), key, gq, gk, kind, over), "scores")
+        match = b.contract(b.expand(x, {"t"}), b.rename(b.expand(key, {"t"}), "t", "s"), {over})
+        return b.label(b.mul(match, self.weights(moment)) if not self.channel else b.mask(match, kind), "scores")
+
+    def mix(self, scores: Node, content: Node, moment: Moment, over: str) -> Node:
+        b = self.b
+        content = b.rename(b.expand(content, {"t"}), "t", "s")
+        if self.channel in ("", over):
+            return b.contract(scores, content, {"s"})
+        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
+        gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
+        return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, kind)
+
+    def _read_frozen(self, frozen: Node, scale: Node, x: Node, over: str, moment: Moment) -> Node:
+        b = self.b
+        if self.channel:
+            if set(scale.axes) - {"t", self.channel}:
+                raise NotChunkable("a state-shaped gradient term under a decay per channel has no factored form")
+            summed = self._sum_decayed(scale, moment)
+        else:
+            summed = b.contract(self.weights(moment), b.rename(b.expand(scale, {"t"}), "t", "s"), {"s"})
+        if over in scale.axes:
+            return b.contract(frozen, b.mul(summed, x), {over})
+        return b.mul(summed, b.contract(frozen, x, {over}))
+
+    def _sum_decayed(self, scale: Node, moment: Moment) -> Node:
+        """Sum over writes of a number for every channel, decayed to each token."""
+        b = self.b
+        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
+        gk = b.rename(self.total, "t", "s")
+        every = b.mask(b.const(1.0), kind)
+        return b.decay_mix(every, b.rename(b.expand(scale, self.total.axes), "t", "s"), self.decayed(moment), gk, kind)
+
+    # -- the chunk's end -------------------------------------------------------------------------------------
+
+    def end(self) -> Node:
+        """The memory after the chunk's last token."""
+        b = self.b
+        log_all = b.sum(self.log_decay, {"t"})
+        result = b.mul(b.map("exp2", log_all), self.start)
+        remaining = b.map("exp2", b.sub(log_all, self.total))
+        if self.momentum is not None:
+            result = b.add(result, b.mul(b.sum(b.mul(self.last, self._momentum_weight("after")), {"t"}), self.momentum))
+            final_row = b.contract(self.last, self.weights("after"), {"t"})
+            remaining = b.rename(final_row, "s", "t")
+        return b.add(result, self._sum_writes(remaining))
+
+    def end_momentum(self) -> Node:
+        """The momentum after the chunk's last token."""
+        b = self.b
+        assert self.log_momentum_decay is not None
+        assert self.momentum is not None
+        log_all = b.sum(self.log_momentum_decay, {"t"})
+        remaining = b.map("exp2", b.sub(log_all, b.cumsum(self.log_momentum_decay)))
+        return b.add(b.mul(b.map("exp2", log_all), self.momentum), self._sum_writes(remaining))
+
+    def _sum_writes(self, remaining: Node) -> Node:
+        b = self.b
+        result = b.zero({self.rows, self.columns})
+        for w in self.writes:
+            if w.frozen is not None:
+                result = b.add(result, b.mul(w.frozen, b.sum(b.mul(remaining, w.right), {"t"})))
+            else:
+                left, right = w.left, w.right
+                if self.columns in remaining.axes:
+                    right = b.mul(right, remaining)
+                else:
+                    left = b.mul(left, remaining)
+                result = b.add(result, b.contract(left, right, {"t"}))
+        return result
+
+
+def normalised(memory: ChunkMemory, over: str) -> ChunkMemory:
+    """The memory whose vectors along one axis are made unit length after every token.
+
+    That only scales them: each gets a decay of its own, the reciprocal of its norm before it is scaled. The norms
+    follow from the inner products of the vectors' writes alone. Raises NotChunkable where a token's write is more than
+    one outer product and one frozen matrix.
+    """
+    b = memory.b
+    channel = memory.columns if over == memory.rows else memory.rows
+    if memory.momentum is not None:
+        raise NotChunkable("momentum under a projection after every token has no factored form")
+    if memory.channel == over:
+        raise NotChunkable("a projection along the channels that decay each on their own has no factored form")
+    outer = [w for w in memory.writes if w.frozen is None]
+    frozen = [w for w in memory.writes if w.frozen is not None]
+    if len(outer) > 1 or len(frozen) > 1 or any(over in w.right.axes for w in frozen):
+        raise NotChunkable("a projection after every token, and more writes than one outer product and one matrix")
+    axes = {"t", channel}
+    overlap, pushes = b.zero({"t", "s"}), b.zero(axes)
+    across, scale = b.zero(axes), b.zero(axes)  # of the frozen matrix: its overlap with a token's write, its factor
+    start, square = b.zero(axes), b.zero(axes)  # of a token's write: its overlap with the start, its squared norm
+    for w in outer:
+        along, pushes = (w.left, w.right) if over == memory.rows else (w.right, w.left)
+        along, pushes = b.expand(along, {"t", over}), b.expand(pushes, axes)
+        overlap = b.contract(along, b.rename(along, "t", "s"), {over})
+        start = b.mul(pushes, b.contract(along, memory.start, {over}))
+        square = b.mul(b.contract(along, along, {over}), b.mul(pushes, pushes))
+    for w in frozen:
+        assert w.frozen is not None
+        scale = b.expand(w.right, axes)
+        start = b.add(start, b.mul(scale, b.contract(w.frozen, memory.start, {over})))
+        across = b.mul(b.mul(b.const(0.5), b.contract(w.frozen, w.frozen, {over})), scale)
+        for other in outer:
+            along = other.left if over == memory.rows else other.right
+            across = b.add(across, b.mul(pushes, b.contract(b.expand(along, {"t"}), w.frozen, {over})))
+        square = b.add(square, b.mul(b.const(2.0), b.mul(across, scale)))
+    # what a token finds: the start, or after the first token of the chunk vectors of unit length
+    begun = b.map("step", b.sub(b.cumsum(memory.live), memory.live))
+    at_start = b.contract(memory.start, memory.start, {over})
+    found = b.add(at_start, b.mul(begun, b.sub(b.const(1.0), at_start)))
+    kept = b.mul(b.map("exp2", b.mul(b.const(2.0), memory.log_decay)), found)
+    alive = b.mul(memory.live, b.add(kept, square))
+    none = b.sub(b.const(1.0), memory.live)
+    norm = b.norm_scan(
+        b.expand(b.add(alive, none), axes), b.expand(memory.log_decay, axes), start, overlap, pushes, across, scale
+    )
+    norm = b.label(norm, f"{memory.name}_scale")
+    scaled = [
+        replace(w, right=b.mul(w.right, norm))
+        if w.frozen is not None or over == memory.rows
+        else replace(w, left=b.mul(w.left, norm))
+        for w in memory.writes
+    ]
+    return replace(memory, log_decay=b.add(memory.log_decay, b.map("log2", norm)), writes=scaled)
