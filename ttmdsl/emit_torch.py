@@ -24,6 +24,7 @@ from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
 
 DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
+BY_TOKEN = frozenset({"norm_scan", "norm_adjoint"})  # dear, and no dearer for one unit than for all
 NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
 UNARY = frozenset({"exp2", "log2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
 CONSTANTS = {math.log2(math.e): "LOG2E", math.log(2.0): "LN2"}
@@ -185,8 +186,7 @@ class _Function:
         kept = self.form.backward.outputs.values() if self.keeps else ()
         ends = self.scan(self.program, FORWARD, carries, [y, *kept])
         self.body += ["# for all units at once", *self.printer.emit([y])]
-        wanted = {n.name: n for n in reachable(kept) if n.role == "carry"}
-        stacks = {k: self.printer.text[n] for k, n in wanted.items()}
+        stacks = {self._label(n): self.printer.text[n] for n in self.handed(kept)}
         self.body.append(f"end = {_dict(ends)}")
         self.body.append(f"return {self.printer.text[y]}, end, {_dict(stacks)}")
         return {"name": f"_{self.name}_forward", "args": "x, carry, unit", "body": self.body}
@@ -199,9 +199,9 @@ class _Function:
         needed = reachable(self.program.outputs.values())
         self.unpack(needed if self.keeps else reachable([*replayed.values(), *self.program.outputs.values()]))
         if self.keeps:
-            for leaf in (n for n in needed if n.role == "carry"):
-                self.printer.text[leaf] = self.names.get(f"{leaf.name}_all")
-                self.body.append(f'{self.printer.text[leaf]} = states["{leaf.name}"]')
+            for node in self.handed(self.program.outputs.values()):
+                self.printer.text[node] = self.names.get(f"{self._label(node)}_all")
+                self.body.append(f'{self.printer.text[node]} = states["{self._label(node)}"]')
         elif handed:
             self.body.append("# the states at the start of every unit, once more")
             self.scan(self.form.forward, FORWARD, replayed, self.program.outputs.values())
@@ -218,6 +218,11 @@ class _Function:
         self.body += ["}", f"return grads, {_dict(ends)}"]
         given = "states" if self.keeps else "carry"
         return {"name": f"_{self.name}_backward", "args": f"x, {given}, unit, d_y, d_carry", "body": self.body}
+
+    def handed(self, roots: Iterable[Node]) -> list[Node]:
+        """What the backward function takes from the forward one: states, and what runs token by token."""
+        chained = depends_on(self.form.forward.outputs.values(), self.form.forward.carries())
+        return [n for n in reachable(roots) if n.role == "carry" or (n.op in BY_TOKEN and n in chained)]
 
     def unpack(self, nodes: Iterable[Node]) -> None:
         """Names for the tensors among the nodes, and the texts of what is always at hand."""
@@ -236,7 +241,7 @@ class _Function:
 
     def scan(self, program: Program, way: _Way, results: dict[str, Node], later: Iterable[Node]) -> dict[str, str]:
         """The loop over units that hands the results on; before it what it needs; after it, for all units, the carries
-        that the values `later` need. Gives the names of the carries at the end."""
+        that the values `later` need, and what runs token by token. Gives the names of the carries at the end."""
         carried = {n.name: n for n in program.leaves() if n.role == way.role}
         inner = self._inputs(program, carried, results)
         variables: dict[str, str] = {}
@@ -244,13 +249,18 @@ class _Function:
             variables[name] = inner.text[leaf] = self.names.get(way.prefix + name)
             self.body.append(f'{variables[name]} = {way.source}["{name}"]')
         needed = under(later)
-        stacks = {k: self.names.get(f"{variables[k]}_all") for k, leaf in carried.items() if leaf in needed}
-        self.body += [f"{stack} = []" for stack in stacks.values()]
+        stacks = {leaf: self.names.get(f"{variables[k]}_all") for k, leaf in carried.items() if leaf in needed}
+        by_token = [n for n in reachable(results.values(), self.printer.text) if n.op in BY_TOKEN and n in needed]
+        by_token = [n for n in by_token if n not in self.printer.text]
+        kept = {n: self.names.get(f"{self._label(n)}_all") for n in by_token}
+        self.body += [f"{stack} = []" for stack in (stacks | kept).values()]
         ends = {k: variables.get(k) or self.names.get(way.prefix + k) for k in results}
         self.body.append(f"for i in {'reversed(range(unit.count))' if way.reverse else 'range(unit.count)'}:")
-        self.body += [f"    {stack}.append({variables[k]})" for k, stack in stacks.items()]
-        step = inner.emit(v for v in results.values() if v.op != "leaf" and constant(v) is None)
+        self.body += [f"    {stack}.append({inner.text[leaf]})" for leaf, stack in stacks.items()]
+        roots = [v for v in results.values() if v.op != "leaf" and constant(v) is None]
+        step = inner.emit([*roots, *kept])
         self.body += [f"    {line}" for line in step]
+        self.body += [f"    {stack}.append({inner.text[n]})" for n, stack in kept.items()]
         new = {k: inner.text[v] for k, v in results.items() if constant(v) is None}
         # what no unit hands on (the point, where every chunk starts a group) ends with the first unit
         new |= {k: f"torch.zeros_like({v})" for k, v in variables.items() if k not in new}
@@ -258,15 +268,20 @@ class _Function:
         moved = {targets[k]: text for k, text in new.items() if text != targets[k]}
         if moved:
             self.body.append(f"    {', '.join(moved)} = {', '.join(map(strip, moved.values()))}")
-        for k, stack in stacks.items():
+        for node, stack in (stacks | kept).items():
             self.body.append(f"{stack} = torch.stack({stack}{'[::-1]' if way.reverse else ''}, 2)")
-            self.printer.text[carried[k]] = stack
+            self.printer.text[node] = stack
         return ends
+
+    def _label(self, node: Node) -> str:
+        """What a value is called between forward and backward."""
+        return node.name or self.printer.builder.labels.get(node, f"{node.op}_{node.id}")
 
     def _inputs(self, program: Program, carried: dict[str, Node], results: dict[str, Node]) -> TorchPrinter:
         """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand."""
         printer = self.printer
         dependent, roots = depends_on(results.values(), carried.values()), list(results.values())
+        dependent |= {n for n in reachable(roots) if len(n.axes) > 2}  # too large for all units at once
         free = [a for n in reachable(roots) if n in dependent for a in printer.operands(n)]
         outside = [n for n in dict.fromkeys([*free, *roots]) if n not in dependent]
         outside = [n for n in outside if n.op != "size" and constant(n) is None]
