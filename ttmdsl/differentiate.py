@@ -180,7 +180,7 @@ RULES: dict[str, Rule] = {
     "pow": _pow,
     "recip": _unary(lambda b, x, y: b.neg(b.mul(y, y))),
     "exp2": _unary(lambda b, x, y: b.mul(b.const(LN2), y)),
-    "log2": _unary(lambda b, x, y: b.mul(b.const(1 / LN2), b.recip(x))),
+    "log2": _unary(lambda b, x, y: b.mul(b.const(1 / LN2), b.map("exp2", b.neg(y)))),  # finite where log2(0) is
     "sqrt": _unary(lambda b, x, y: b.mul(b.const(0.5), b.mul(y, _over(b, x)))),
     "rsqrt": _unary(lambda b, x, y: b.mul(b.const(-0.5), b.mul(y, b.recip(x)))),
     "tanh": _unary(lambda b, x, y: b.sub(b.const(1.0), b.mul(y, y))),

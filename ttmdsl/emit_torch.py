@@ -26,7 +26,7 @@ from ttmdsl.templates import render
 DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
 BY_TOKEN = frozenset({"norm_scan", "norm_adjoint"})  # dear, and no dearer for one unit than for all
 NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
-UNARY = frozenset({"exp2", "log2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
+UNARY = frozenset({"exp2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
 CONSTANTS = {math.log2(math.e): "LOG2E", math.log(2.0): "LN2"}
 LOCALS = {
     "x",
@@ -85,6 +85,8 @@ class TorchPrinter(Printer):
                 return self.arithmetic(node)
             case "pow":
                 return f"({ops[0]} ** {float(node.attr[0])!r})"  # type: ignore[arg-type]
+            case "log2":
+                return f"torch.log2({ops[0]}.clamp(min=unit.tiny))"
             case "max" | "min":
                 bound = {"max": "min", "min": "max"}[node.op]
                 for text, limit in ((ops[0], constant(args[1])), (ops[1], constant(args[0]))):

@@ -413,7 +413,7 @@ def emit_triton(lowered: Lowered) -> str:
         token=token,
         ops=ops,
         newton_schulz=NEWTON_SCHULZ,
-        chunk=32 if per_channel or vectors > 6 else 64,
+        chunk=16 if "norm_scan" in ops else 32 if per_channel or vectors > 6 else 64,
         per_channel=per_channel,
         batch=lowered.batch,
         tensors={t.keyword: t.shape for t in spec.tensors},

@@ -12,9 +12,9 @@ from ttmdsl.printer import Names, Printer, strip
 from ttmdsl.schedule import best_order, peak
 
 CALLS = {
-    "exp2": "tl.exp2", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "erf": "tl.erf", "abs": "tl.abs",
-    "sigmoid": "tl.sigmoid",
+    "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
 }  # fmt: skip
+TINY = "1.1754943508222875e-38"  # float32's least number of full precision: the logarithm of 0 is finite
 NEGATIVE_INFINITY = 'float("-inf")'
 
 
@@ -117,8 +117,10 @@ class TritonPrinter(Printer):
                 return extent(str(node.attr[0]))
             case "recip":
                 return self._tame(node, f"1.0 / {ops[0]}")
-            case "rsqrt" | "log2":
-                return self._tame(node, f"{CALLS[node.op]}({strip(ops[0])})")
+            case "log2":
+                return self._tame(node, f"tl.log2(tl.maximum({strip(ops[0])}, {TINY}))")
+            case "rsqrt":
+                return self._tame(node, f"tl.rsqrt({strip(ops[0])})")
             case "pow":
                 return self._tame(node, f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))")  # type: ignore[arg-type]
             case "tanh":

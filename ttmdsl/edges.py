@@ -1,0 +1,177 @@
+"""Numbers at the edges: gates next to 0 and 1, decays of e^-20, keys of norm 10, in every layer.
+
+Input: generated modules, a device, a dtype and a number of tokens. Output: for each layer and edge whether everything
+is finite that is finite in float64, and the error beside float64. Run as
+
+    python -m ttmdsl.edges [OUT.md] [--tokens 65536] [--dtype bfloat16] [--device cuda] [--layers gla,rwkv7]
+
+Where float64 itself overflows, the recurrence diverges (a delta rule with keys of norm 10 and a rate near 1, say): that
+is said, and is no failure. Nor is an error that the reference backend has, too, in the same dtype: then the recurrence
+magnifies every rounding; up to 512 tokens it is measured beside ours. Exit status 1 if anything is not finite that is
+finite in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGE = 1e30  # beyond this float32 may overflow, and the recurrence diverges
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One layer at one edge. `error` is the greatest relative RMS error of y and the inputs' gradients, none of these
+    taken for less than 1e-4 of the largest; `lost` that of the reference in the same dtype, NaN where not measured;
+    `diverges` where float64 overflows, too."""
+
+    layer: str
+    edge: str
+    finite: bool
+    diverges: bool
+    error: float
+    lost: float
+
+
+def _decays(x: dict[str, Tensor], module: Any, of: Callable[[Tensor], Tensor]) -> None:
+    for key in [key for key, kind in module.RANGES.items() if kind == "decay"]:
+        x[key] = of(x[key])
+
+
+def _gates(x: dict[str, Tensor], module: Any, number: float) -> None:
+    for key in [key for key, kind in module.RANGES.items() if kind == "unit"]:
+        x[key] = torch.full_like(x[key], number)
+
+
+def _strong(t: Tensor) -> Tensor:
+    """Every third value a decay of e^-20, the others of e^-1e-6."""
+    number = torch.arange(t.numel(), device=t.device).view(t.shape)
+    return torch.where(number % 3 == 0, -20.0, -1e-6).to(t.dtype)
+
+
+def _long_keys(x: dict[str, Tensor], module: Any) -> None:
+    for key in [key for key in module.INPUTS if key[0] == "k"]:
+        x[key] = 10 * torch.nn.functional.normalize(x[key], dim=-1)
+
+
+EDGES: Mapping[str, Callable[[dict[str, Tensor], Any], None]] = {
+    "decays of e^-20": lambda x, m: _decays(x, m, lambda t: torch.full_like(t, -20.0)),
+    "decays of 1 and e^-20": lambda x, m: _decays(x, m, _strong),
+    "no decay": lambda x, m: _decays(x, m, torch.zeros_like),
+    "gates of 1e-6": lambda x, m: _gates(x, m, 1e-6),
+    "gates of 1 - 1e-6": lambda x, m: _gates(x, m, 1 - 1e-6),
+    "keys of norm 10": _long_keys,
+}
+
+
+def _results(module: Any, x: Mapping[str, Tensor], state: Mapping[str, Tensor] | None, backend: str) -> list[Tensor]:
+    """y and the gradients of the inputs, for a cotangent of ones."""
+    leaves = {key: t.clone().requires_grad_() for key, t in x.items()}
+    y, _ = module.op(**leaves, initial_state=state, backend=backend)
+    found = torch.autograd.grad(y.sum(), list(leaves.values()), allow_unused=True)
+    return [y.detach(), *(g for g in found if g is not None)]
+
+
+def at_edges(
+    name: str, module: Any, *, tokens: int, dtype: torch.dtype, device: str = "cpu", backend: str = "torch"
+) -> Iterator[Edge]:
+    """One `Edge` for each entry of EDGES that concerns the layer; sequences of `tokens`, two heads, dims 12 and 20, on
+    a GPU 64. Raises what `op` raises."""
+    from ttmdsl.parity import Shape, draw
+
+    dims = (64,) if device == "cuda" else (12, 20)
+    drawn = draw(module, Shape("", tokens=tokens, heads=2, dims=dims, state=False))
+    for edge, change in EDGES.items():
+        x = {key: t.to(device) for key, t in drawn.x.items()}
+        before = dict(x)
+        change(x, module)
+        if all(x[key] is before[key] for key in x):
+            continue  # the layer has nothing of the kind
+        narrow = {key: t.to(dtype if key in module.INPUTS else torch.float32) for key, t in x.items()}
+        state = drawn.state and {key: t.to(device) for key, t in drawn.state.items()}
+        exact = _results(module, {key: t.double() for key, t in narrow.items()}, state, "torch")
+        found = _results(module, narrow, state, backend)
+        diverges = any(not bool(t.isfinite().all()) or float(t.abs().max()) > LARGE for t in exact)
+        finite = all(bool(t.isfinite().all()) for t in found)
+        error = lost = float("nan")
+        if not diverges:
+            error = _error(found, exact)
+            if tokens <= 512:
+                lost = _error(_results(module, narrow, state, "reference"), exact)
+        yield Edge(name, edge, finite, diverges, error, lost)
+
+
+def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The greatest relative RMS error; of y by itself, of a gradient beside at least 1e-4 of the largest one."""
+    sizes = [float(t.square().mean().sqrt()) for t in exact]
+    least = [0.0] + [1e-4 * max(sizes[1:])] * (len(sizes) - 1)
+    errors = [float((f.double() - t).square().mean().sqrt()) for f, t in zip(found, exact, strict=True)]
+    return max(e / max(s, m) for e, s, m in zip(errors, sizes, least, strict=True) if max(s, m) > 0)
+
+
+def page(rows: Sequence[Edge], tokens: int, dtype: str, device: str) -> str:
+    """The results as Markdown: a line for each layer, a column for each edge."""
+    head = ["layer", *EDGES]
+    by_layer: dict[str, dict[str, Edge]] = {}
+    for row in rows:
+        by_layer.setdefault(row.layer, {})[row.edge] = row
+
+    def cell(row: Edge | None) -> str:
+        if row is None:
+            return ""
+        if row.diverges or not row.finite:
+            return "diverges" if row.diverges else "**not finite**"
+        return f"{row.error:.0e}" + (f" ({row.lost:.0e})" if row.error > 1e-5 and row.lost == row.lost else "")
+
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {n} | {' | '.join(cell(found.get(edge)) for edge in EDGES)} |" for n, found in by_layer.items()]
+    how = f"{tokens} tokens, {dtype}, {device}, torch {torch.__version__}"
+    return (
+        f"""# Numbers at the edges
+
+{how}: the greatest relative RMS error of the output and of the inputs' gradients beside
+float64; where it is above 1e-5, in brackets what the reference backend loses in the same dtype. `diverges`: the
+recurrence itself grows beyond {LARGE:.0e}. Empty: the layer has nothing of the kind.
+
+"""
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page, or prints it."""
+    from rich.console import Console
+    from rich.progress import track
+
+    import ttmdsl
+
+    parser = argparse.ArgumentParser(prog="python -m ttmdsl.edges", description="Numbers at the edges of their ranges.")
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--layers", default=",".join(ttmdsl.layers()))
+    args = parser.parse_args(argv)
+    how = {"tokens": args.tokens, "dtype": getattr(torch, args.dtype), "device": args.device}
+    rows: list[Edge] = []
+    for name in track(args.layers.split(","), "at the edges", console=Console(stderr=True), transient=True):
+        rows += at_edges(name, ttmdsl.load(name), **how, backend="triton" if args.device == "cuda" else "torch")
+    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    text = page(rows, args.tokens, args.dtype, device)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+    return int(any(not row.finite and not row.diverges for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
