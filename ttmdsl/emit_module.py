@@ -33,6 +33,7 @@ _WIDTH = 120
 # templates use where a name of the spec is in reach.
 _TAKEN = frozenset(["N", "position", "tokens", "F", "State", "conv_size", "norm_eps"])
 _SQUASH = {"decay": "F.logsigmoid", "unit": "torch.sigmoid", "positive": "F.softplus", "real": ""}
+_AVERAGES = ("normalized", "softmax")  # functions of a read whose result is an average over what is held
 _NOTES = {
     "decay": "logarithm of a decay in (0, 1], so at most 0",
     "unit": "meant to lie in (0, 1)",
@@ -166,9 +167,7 @@ class _Tensor:
 
 def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     """The papers' blocks: q and k through a short convolution to unit length; gates start where learning is stable."""
-    averaged = any(isinstance(n, Apply) and n.fn == "normalized" for p in spec.passes for n in walk(p.read))
     role = _role(spec, t)
-    role = "score" if role == "key" and averaged else role  # an average is bounded for any length, and sharpens with it
     rate = [p.optimizer for p in spec.passes if t.name in _names(spec, p.optimizer.rate)]
     momentum = any(t.name in _names(spec, p.optimizer.decay) for p in spec.passes)
     weighed = [p.window.size for p in spec.passes if p.window and t.name in _names(spec, p.window.weight)]
@@ -200,14 +199,21 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
 
 
 def _role(spec: LayerSpec, t: Tensor) -> str:
-    """What a tensor is to the memory: one that the memory is multiplied by is a key, and its length is the curvature."""
-    spans = {n for p in spec.passes for e in (p.bias, p.read) for n in _asked(spec, e)}
-    queried = {other.shape for other in spec.tensors if other.name in ("q", "k")}
-    if t.kind == "input" and t.name not in ("q", "k") and t.name not in spans:
-        return "plain"
-    if t.kind == "input":
-        return "key" if t.shape in queried else "unit"
-    return "selector" if t.kind == "gate" and t.name in spans and t.shape in queried else t.kind
+    """What a tensor is to the memory.
+
+    A key, or a value, that the memory is multiplied by has length 1, for the gradient's slope is its square. Where the
+    read is an average there is no need: it stays bounded for keys of any length, and sharpens with it.
+    """
+    asked = {name for p in spec.passes for e in (p.bias, p.read) for name in _asked(spec, e)}
+    averaged = any(isinstance(n, Apply) and n.fn in _AVERAGES for p in spec.passes for n in walk(p.read))
+    queries = {other.shape for other in spec.tensors if other.name in ("q", "k")}
+    if t.kind == "param":
+        return "param"
+    if t.kind == "gate":
+        return "selector" if t.name in asked and t.shape in queries else "gate"
+    if t.name in ("q", "k") or (t.name in asked and t.shape in queries):
+        return "score" if averaged else "key"
+    return "unit" if t.name in asked and not averaged else "plain"
 
 
 def _asked(spec: LayerSpec, e: Expr) -> set[str]:
