@@ -134,8 +134,8 @@ class _Learned:
 class _Tensor:
     """A keyword of op, and where Layer has it from.
 
-    role: key (convolved, unit length), score (convolved), unit (unit length), plain; selector (a gate, convolved), gate;
-    param.
+    role: of an input key (convolved, unit length), score (convolved), unit (unit length) or plain; of a gate selector
+    (convolved) or gate; param.
     """
 
     keyword: str
@@ -187,8 +187,9 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
         start = 1.0 if momentum else 4.0  # a decay of 0.73 or 0.98
     elif thresholds and t.range == "positive":  # a token takes away a hundredth of what it may write
         start = math.log(math.expm1(0.01))
-    elif rate:  # one step of about 1, or 1/2, spread over the tokens that share a gradient point and over the momentum
-        step = min(1 / (o.batch * (4 if o.kind in ("momentum", "muon") else 1)) for o in rate)
+    elif rate:  # one step of about 1, or 1/2, spread over the tokens that share a gradient point and over the momentum,
+        # which muon makes as long as a step
+        step = min(1 / (o.batch * (4 if o.kind == "momentum" else 1)) for o in rate)
         start = math.log(math.expm1(step)) if t.range == "positive" else math.log(step)
     elif weighed and bounded:  # the tokens of a window share a weight of about 1
         start = -math.log(max(weighed) - 1) if max(weighed) > 1 else 4.0

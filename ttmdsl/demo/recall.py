@@ -1,7 +1,7 @@
 """Multi-query associative recall, the task that tells memories apart (Arora et al. 2023, arXiv 2312.04927).
 
-Input: generated modules. Output: how well a small model around each one's `Layer` learns the task, and, as a command, the
-table of it for all shipped layers:
+Input: what makes a layer, as a generated module's `Layer`. Output: how well a small model around it learns the task,
+and, as a command, the table of it for all shipped layers:
 
     python -m ttmdsl.demo.recall docs/recall.md
 
@@ -17,9 +17,9 @@ import multiprocessing
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -103,7 +103,10 @@ def train(
     settings: Settings,
     report: Callable[[list[float]], None] = lambda losses: None,
 ) -> Outcome:
-    """A model of `layer`s learns the task by AdamW, from new sequences at every step; two runs give the same numbers."""
+    """A model of `layer`s learns the task by AdamW, from new sequences at every step; two runs give the same numbers.
+
+    `report` is called after every step with the losses so far.
+    """
     torch.manual_seed(settings.seed)
     model = LanguageModel(layer, hidden=settings.hidden, blocks=settings.blocks, vocabulary=task.vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.0)
@@ -132,4 +135,92 @@ def evaluate(model: nn.Module, task: Task, generator: torch.Generator, sequences
     """The part of the queries that are answered, on sequences that the model has not seen."""
     tokens, answers = task.draw(sequences, generator)
     found = model(tokens)[:, -task.pairs :].argmax(-1)
-    return (found == answers).float().mean().item()
+    right: Tensor = (found == answers).float().mean()
+    return right.item()
+
+
+# ---- the table ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer of the table."""
+
+    name: str
+    recurrence: str
+    steps: int
+    loss: float
+    accuracy: float
+    seconds: float
+
+
+def row(name: str, task: Task, settings: Settings) -> Row:
+    """Train one layer, by the name of a shipped one or the path of a spec, on one core."""
+    torch.set_num_threads(1)
+    module = ttmdsl.load(name)
+    outcome = train(lambda: module.Layer(settings.hidden, settings.heads), task, settings)
+    recurrence = run(*read(name), {}, Options.from_environment(), after="lower").done["lower"].recurrence
+    return Row(name, recurrence, len(outcome.losses), outcome.loss, outcome.accuracy, outcome.seconds)
+
+
+def rows(names: Sequence[str], task: Task, settings: Settings, processes: int) -> list[Row]:
+    """A row for each name, in their order; a bar shows how many are done."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        futures = [pool.submit(row, name, task, settings) for name in names]
+        for _ in track(as_completed(futures), "training", total=len(futures)):
+            pass
+    return [future.result() for future in futures]
+
+
+def document(found: Sequence[Row], task: Task, settings: Settings) -> str:
+    """The table as Markdown, with the task, the command and the versions."""
+    most = f"at most {settings.steps} steps of {settings.batch} new sequences"
+    lines = [
+        f"<!-- {COMMAND} writes this page -->",
+        "",
+        "# Recall",
+        "",
+        "Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): a sequence is "
+        f"{task.pairs} pairs of a key and a value, then the same keys in another order; the model is to name each "
+        f"key's value. There are {task.keys} keys and {task.values} values, and no two sequences are alike. A model that "
+        f"knows nothing of its sequence has a loss of log {task.values} = {task.chance:.2f}, chance, and is right in "
+        f"{100 / task.values:.0f} % of the queries; for one that knows which values came, but not with which keys, the "
+        f"loss is about log {task.pairs} = {math.log(task.pairs):.2f}.",
+        "",
+        f"The model is an embedding, {settings.blocks} block of the generated `Layer` (hidden size {settings.hidden}, "
+        f"{settings.heads} heads, all else as it comes) and an MLP, and a head. It takes {most}, and fewer where the "
+        f"loss falls below {settings.enough:g} of chance. Loss: mean of the last ten steps. Recall: the queries of new "
+        "sequences that were answered.",
+        "",
+        "| layer | recurrence | steps | loss | chance | recall | seconds |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for r in found:
+        figures = f"{r.steps} | {r.loss:.3f} | {task.chance:.2f} | {100 * r.accuracy:.1f} % | {r.seconds:.0f}"
+        lines.append(f"| `{r.name}` | {r.recurrence} | {figures} |")
+    versions = f"ttmdsl {ttmdsl.__version__}, Python {platform.python_version()}, PyTorch {torch.__version__}"
+    lines += [
+        "",
+        f"Made by `{COMMAND}`: {versions}, backend `torch`, one CPU core to a layer, seed {settings.seed}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train every layer on the recall task, and write the table."""
+    parser = argparse.ArgumentParser(prog="python -m ttmdsl.demo.recall", description=main.__doc__)
+    parser.add_argument("file", type=Path, help="the Markdown file to write")
+    parser.add_argument("--layer", action="append", metavar="SPEC", help="this one alone: a name or a path; repeatable")
+    parser.add_argument("--steps", type=int, default=Settings().steps, metavar="N", help="at most (%(default)s)")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="layers side by side (%(default)s)")
+    arguments = parser.parse_args(argv)
+    task, settings = Task(), Settings(steps=arguments.steps)
+    found = rows(arguments.layer or ttmdsl.layers(), task, settings, arguments.processes)
+    arguments.file.write_text(document(found, task, settings), encoding="utf-8", newline="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
