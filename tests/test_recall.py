@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import ttmdsl
-from ttmdsl.demo.recall import Row, Settings, Task, document, main, recent, row, train
+from ttmdsl.demo.recall import Settings, Task, train
 
 DOC = Path(__file__).parent.parent / "docs" / "recall.md"
 # A group of tokens that share a gradient point (16 at most) ends inside of a sequence.

@@ -6,7 +6,7 @@ and, as a command, the table of it for all shipped layers:
     python -m ttmdsl.demo.recall docs/recall.md
 
 A sequence is pairs of a key and a value, then each of its keys once more in another order; asked is the value that the
-key came with. No two sequences are alike, so nothing but the layer's memory can hold the answer.
+key came with. Every batch is new, so nothing but the layer's memory can hold the answer.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def document(found: Sequence[Row], task: Task, settings: Settings) -> str:
         "",
         "Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): a sequence is "
         f"{task.pairs} pairs of a key and a value, then the same keys in another order; the model is to name each "
-        f"key's value. There are {task.keys} keys and {task.values} values, and no two sequences are alike. A model that "
+        f"key's value. There are {task.keys} keys and {task.values} values, and every batch is new. A model that "
         f"knows nothing of its sequence has a loss of log {task.values} = {task.chance:.2f}, chance, and is right in "
         f"{100 / task.values:.0f} % of the queries; for one that knows which values came, but not with which keys, the "
         f"loss is about log {task.pairs} = {math.log(task.pairs):.2f}.",
