@@ -164,7 +164,11 @@ def test_bad_input() -> None:
         ({"hidden_states": x[:1], "cu_seqlens": torch.tensor([0, 4])}, "from 0 to T = 5, got [0, 4]"),
         (
             {"hidden_states": x, "past_key_values": mixer(x[:1], use_cache=True)[2]},
-            "SlidingWindowAttention: past_key_values: expected a past of 2 sequences, got 1",
+            "SlidingWindowAttention: past_key_values: expected 2 sequences and a window of 4, got 1 and 4",
+        ),
+        (
+            {"hidden_states": x, "past_key_values": mixer.layer(x, use_cache=True)[2]},
+            "MAG: past_key_values: expected entries attention, layer, got conv, memory",
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -24,7 +24,12 @@ Mixed: TypeAlias = tuple[Tensor, "Past | None"]
 
 
 class _Mixer(nn.Module):
-    """The surface of a generated `Layer`, around `_mix`, which sees sequences without padding."""
+    """The surface of a generated `Layer`, around `_mix`, which sees sequences without padding.
+
+    `kept` names the entries of the past.
+    """
+
+    kept: tuple[str, ...]
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -58,6 +63,9 @@ class _Mixer(nn.Module):
                 raise ValueError(f"{name}: attention_mask: expected None along with cu_seqlens, got a mask")
             _check_bounds(name, cu_seqlens, hidden_states)
         past = past_key_values or {}
+        if past and set(past) != set(self.kept):
+            expected = ", ".join(self.kept)
+            raise ValueError(f"{name}: past_key_values: expected entries {expected}, got {', '.join(past)}")
         tokens = None if attention_mask is None else _tokens(name, attention_mask, hidden_states)
         if tokens is None or tokens.all():
             out, past_out = self._mix(hidden_states, past, use_cache, cu_seqlens)
@@ -76,8 +84,10 @@ class _Mixer(nn.Module):
 class SlidingWindowAttention(_Mixer):
     """Softmax attention of every token to itself and the `window - 1` tokens before it, with rotary positions.
 
-    Raises ValueError for sizes below 1, and for heads that do not divide `hidden_size` into an even number.
+    Raises ValueError for sizes below 1, and for heads that do not divide `hidden_size` into even parts.
     """
+
+    kept = ("k", "v", "tokens")
 
     def __init__(self, hidden_size: int, num_heads: int, window: int, *, rope_base: float = 10000.0) -> None:
         super().__init__(hidden_size)
@@ -105,9 +115,10 @@ class SlidingWindowAttention(_Mixer):
         if not past:
             past = {"k": k.new_zeros(number, held, k.shape[2]), "v": v.new_zeros(number, held, v.shape[2])}
             past["tokens"] = lengths.new_zeros(number)
-        elif len(past["tokens"]) != number:
-            expected = f"a past of {number} sequences"
-            raise ValueError(f"{type(self).__name__}: past_key_values: expected {expected}, got {len(past['tokens'])}")
+        elif past["k"].shape[:2] != (number, held):
+            expected, found = f"{number} sequences and a window of {self.window}", past["k"].shape
+            got = f"{found[0]} and {found[1] + 1}"
+            raise ValueError(f"{type(self).__name__}: past_key_values: expected {expected}, got {got}")
         k, v = torch.cat([past["k"].to(k.dtype), k], 1), torch.cat([past["v"].to(v.dtype), v], 1)
         y = self._attend(q, k, v, past["tokens"]) if q.shape[1] else q
         y = self.out(y if cu_seqlens is None else y[present].unsqueeze(0))
@@ -125,17 +136,17 @@ class SlidingWindowAttention(_Mixer):
         block = min(length, self.window)
         more = -length % block
         heads = (self.num_heads, self.hidden_size // self.num_heads)
-        # [N, blocks, H, tokens, size of a head]
-        q = F.pad(q, (0, 0, 0, more)).reshape(len(q), -1, block, *heads).transpose(2, 3)
+        # [N * blocks, H, tokens, size of a head]
+        q = F.pad(q, (0, 0, 0, more)).reshape(-1, block, *heads).transpose(1, 2)
         k, v = (F.pad(x, (0, 0, 0, more)).unfold(1, block + before, block) for x in (k, v))
-        k, v = (x.reshape(*x.shape[:2], *heads, -1).mT for x in (k, v))
+        k, v = (x.reshape(-1, *heads, block + before).mT for x in (k, v))
         place = torch.arange(block + before, device=q.device)
         distance = place[before:, None] - place
-        start = torch.arange(q.shape[1], device=q.device) * block
-        real = start[:, None] + place >= before - tokens[:, None, None]  # [N, blocks, keys]
-        mask = (distance >= 0) & (distance < self.window) & real[:, :, None, None]
+        start = torch.arange(0, length, block, device=q.device)
+        real = (start[:, None] + place >= before - tokens[:, None, None]).flatten(0, 1)  # [N * blocks, keys]
+        mask = (distance >= 0) & (distance < self.window) & real[:, None, None]
         y = F.scaled_dot_product_attention(self._rotated(q, place[before:]), self._rotated(k, place), v, attn_mask=mask)
-        return y.transpose(2, 3).flatten(3).flatten(1, 2)[:, :length]
+        return y.transpose(1, 2).reshape(len(tokens), -1, self.hidden_size)[:, :length]
 
     def _rotated(self, x: Tensor, place: Tensor) -> Tensor:
         """Rotary positions, counted from the block's first key: only distances matter. x `[..., T, size]`."""
@@ -148,6 +159,8 @@ class SlidingWindowAttention(_Mixer):
 
 class _Hybrid(_Mixer):
     """A layer and attention; the past holds what each of them keeps."""
+
+    kept = ("attention", "layer")
 
     def __init__(self, layer: nn.Module, *, window: int, num_heads: int | None = None) -> None:
         super().__init__(int(layer.hidden_size))  # type: ignore[arg-type]
