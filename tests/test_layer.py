@@ -12,7 +12,15 @@ from torch import Tensor
 import ttmdsl
 
 HIDDEN, HEADS = 12, 3
-GROUPED = [("titans_linear", {"b": 4}), ("lattice_dec", {"b": 3}), ("trellis", {"b": 4})]
+# Groups that end inside of the sequences below.
+GROUPED = [
+    ("atlas", {"b": 4}),
+    ("lattice_dec", {"b": 3}),
+    ("titans", {"b": 4}),
+    ("titans_linear", {"b": 4}),
+    ("trellis", {"b": 4}),
+    ("ttt_mlp", {"b": 4}),
+]
 LAYERS = [(name, {}) for name in ttmdsl.layers()] + GROUPED
 DEEP = """
 layer Deep {

@@ -39,11 +39,18 @@ COMMAND = "python -m ttmdsl.demo.recall docs/recall.md"
 
 @dataclass(frozen=True)
 class Task:
-    """`pairs` different ones of `keys` keys, each with any of `values` values: sequences of 3 * pairs tokens."""
+    """`pairs` different ones of `keys` keys, each with any of `values` values: sequences of 3 * pairs tokens.
+
+    Raises ValueError for more pairs than keys.
+    """
 
     pairs: int = 8
     keys: int = 16
     values: int = 16
+
+    def __post_init__(self) -> None:
+        if self.pairs > self.keys:
+            raise ValueError(f"Task(): expected at most {self.keys} pairs (as many as keys), got {self.pairs}")
 
     @property
     def vocabulary(self) -> int:
