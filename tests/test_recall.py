@@ -47,7 +47,7 @@ def test_a_sequence_asks_for_every_key_once() -> None:
         assert sorted(sequence[10:]) == sorted(pairs)
         assert [pairs[key] for key in sequence[10:]] == expected
     assert any(sequence[10:] != sequence[0:10:2] for sequence in tokens.tolist())
-    with pytest.raises(ValueError, match="at most 4 pairs .* got 5"):
+    with pytest.raises(ValueError, match=r"at most 4 pairs .* got 5"):
         Task(pairs=5, keys=4)
 
 
