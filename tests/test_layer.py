@@ -12,7 +12,15 @@ from torch import Tensor
 import ttmdsl
 
 HIDDEN, HEADS = 12, 3
-GROUPED = [("titans_linear", {"b": 4}), ("lattice_dec", {"b": 3}), ("trellis", {"b": 4})]
+# Groups that end inside of the sequences below.
+GROUPED = [
+    ("atlas", {"b": 4}),
+    ("lattice_dec", {"b": 3}),
+    ("titans", {"b": 4}),
+    ("titans_linear", {"b": 4}),
+    ("trellis", {"b": 4}),
+    ("ttt_mlp", {"b": 4}),
+]
 LAYERS = [(name, {}) for name in ttmdsl.layers()] + GROUPED
 DEEP = """
 layer Deep {
@@ -149,6 +157,44 @@ def test_gates_start_in_their_ranges() -> None:
     assert (x["log_alpha"] < 0).all()
     assert ((x["eta"] > 0) & (x["eta"] < 1)).all()
     torch.testing.assert_close(x["q"].norm(dim=-1), torch.ones(1, 5, HEADS), rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_memory_is_multiplied_by_has_length_1() -> None:
+    """A step along the gradient is stable for a rate below 2 / |k|^2; other inputs keep their length."""
+    for name, of_length_1, others in (
+        ("dplr", "q k a b", "v"),
+        ("lattice_enc", "q k v", ""),
+        ("titans", "q k", "v"),
+        ("trellis", "q k v", "a"),
+        ("gsa", "", "q k v"),  # the read is an average over the slots
+    ):
+        layer = ttmdsl.load(name).Layer(32, 2)
+        x, _ = layer._arguments(torch.randn(1, 50, 32), {}, None)
+        lengths = {key: x[key].norm(dim=-1) for key in (of_length_1 + " " + others).split()}
+        for key, found in lengths.items():
+            assert (found.std() < 1e-2) == (key in of_length_1.split()), (name, key)
+            assert key in others.split() or abs(found.mean() - 1) < 1e-2, (name, key)
+
+
+def test_a_gate_that_selects_is_convolved() -> None:
+    """The gate is the key: one of a value's token alone could not bind the value to the token before."""
+    layer = ttmdsl.load("hgrn2").Layer(HIDDEN, HEADS)
+    x = hidden(1, 6).float()
+    start, _ = layer._arguments(x, {}, None)
+    plain = torch.nn.functional.logsigmoid(layer.log_alpha_proj(x))
+    torch.testing.assert_close(start["log_alpha"].flatten(2), plain)
+    torch.nn.init.normal_(layer.log_alpha_conv.weight)
+    changed, _ = layer._arguments(torch.cat([x[:, :2] + 1, x[:, 2:]], 1), {}, None)
+    now, _ = layer._arguments(x, {}, None)
+    reached = (changed["log_alpha"] != now["log_alpha"]).flatten(2).any(-1)[0]
+    assert reached.tolist() == [True] * 5 + [False]
+
+
+def test_a_threshold_starts_small() -> None:
+    x, _ = ttmdsl.load("lattice_l1").Layer(HIDDEN, HEADS)._arguments(torch.randn(1, 5, HIDDEN), {}, None)
+    torch.testing.assert_close(x["lam"], torch.full((HEADS,), 0.01), rtol=0.1, atol=0)
+    ridge, _ = ttmdsl.load("mesa").Layer(HIDDEN, HEADS)._arguments(torch.randn(1, 5, HIDDEN), {}, None)
+    torch.testing.assert_close(ridge["lam"], torch.ones(HEADS), rtol=0.1, atol=0)
 
 
 def test_bad_input() -> None:

@@ -22,7 +22,7 @@ from ttmdsl.errors import CheckError, Diagnostic
 from ttmdsl.names import refusal, snake_case
 from ttmdsl.past import past_axes
 from ttmdsl.print_reference import feature_size
-from ttmdsl.spec import Apply, LayerSpec, Memory, Ref, Shape, Tensor
+from ttmdsl.spec import Apply, Expr, LayerSpec, MatVec, Memory, Ref, Shape, Tensor
 from ttmdsl.state import ENDINGS, inverse_name, state_shapes
 from ttmdsl.templates import literal, render
 from ttmdsl.version import TORCH, TRITON, VERSION
@@ -33,6 +33,7 @@ _WIDTH = 120
 # templates use where a name of the spec is in reach.
 _TAKEN = frozenset(["N", "position", "tokens", "F", "State", "conv_size", "norm_eps"])
 _SQUASH = {"decay": "F.logsigmoid", "unit": "torch.sigmoid", "positive": "F.softplus", "real": ""}
+_AVERAGES = ("normalized", "softmax")  # functions of a read whose result is an average over what is held
 _NOTES = {
     "decay": "logarithm of a decay in (0, 1], so at most 0",
     "unit": "meant to lie in (0, 1)",
@@ -133,7 +134,8 @@ class _Learned:
 class _Tensor:
     """A keyword of op, and where Layer has it from.
 
-    role: key (convolved, unit length), score (convolved), plain, gate or param.
+    role: of an input key (convolved, unit length), score (convolved), unit (unit length) or plain; of a gate selector
+    (convolved) or gate; param.
     """
 
     keyword: str
@@ -154,6 +156,10 @@ class _Tensor:
     def axes(self) -> str:
         return literal(self.shape)
 
+    @property
+    def convolved(self) -> bool:
+        return self.role in ("key", "score", "selector")
+
     def squashed(self, value: str) -> str:
         """The value mapped into the declared range."""
         return f"{self.squash}({value})" if self.squash else value
@@ -161,9 +167,7 @@ class _Tensor:
 
 def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     """The papers' blocks: q and k through a short convolution to unit length; gates start where learning is stable."""
-    averaged = any(isinstance(n, Apply) and n.fn == "normalized" for p in spec.passes for n in walk(p.read))
-    keyed = "score" if averaged else "key"  # an average stays bounded for keys of any length, and sharpens with it
-    role = keyed if t.kind == "input" and t.name in ("q", "k") else "plain" if t.kind == "input" else t.kind
+    role = _role(spec, t)
     rate = [p.optimizer for p in spec.passes if t.name in _names(spec, p.optimizer.rate)]
     momentum = any(t.name in _names(spec, p.optimizer.decay) for p in spec.passes)
     weighed = [p.window.size for p in spec.passes if p.window and t.name in _names(spec, p.window.weight)]
@@ -172,14 +176,20 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     title = {
         "key": "projection, short convolution with SiLU, unit length",
         "score": "projection, short convolution with SiLU",
+        "unit": "projection, unit length",
         "plain": "projection",
+        "selector": f"projection, short convolution{', ' + squash if squash else ''}",
         "gate": f"projection{', ' + squash if squash else ''}",
         "param": f"one value for each head{', ' + squash if squash else ''}",
     }[role]
+    thresholds = any(t.name in _names(spec, e) for p in spec.passes for e in p.project.values())
     if t.range == "decay":
         start = 1.0 if momentum else 4.0  # a decay of 0.73 or 0.98
-    elif rate:  # one step of about 1, or 1/2, spread over the tokens that share a gradient point and over the momentum
-        step = min(1 / (o.batch * (4 if o.kind in ("momentum", "muon") else 1)) for o in rate)
+    elif thresholds and t.range == "positive":  # a token takes away a hundredth of what it may write
+        start = math.log(math.expm1(0.01))
+    elif rate:  # one step of about 1, or 1/2, spread over the tokens that share a gradient point and over the momentum,
+        # which muon makes as long as a step
+        step = min(1 / (o.batch * (4 if o.kind == "momentum" else 1)) for o in rate)
         start = math.log(math.expm1(step)) if t.range == "positive" else math.log(step)
     elif weighed and bounded:  # the tokens of a window share a weight of about 1
         start = -math.log(max(weighed) - 1) if max(weighed) > 1 else 4.0
@@ -187,6 +197,29 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
         start = {"positive": math.log(math.expm1(1)), "real": 0.0 if t.kind == "gate" else 1.0}.get(t.range, 0.0)
     sizes = [_size(spec, axis) for axis in t.shape]
     return _Tensor(t.keyword, t.kind, t.shape, t.range, role, title, sizes, round(start, 2) + 0.0, squash)
+
+
+def _role(spec: LayerSpec, t: Tensor) -> str:
+    """What a tensor is to the memory.
+
+    A key, or a value, that the memory is multiplied by has length 1, for the gradient's slope is its square. Where the
+    read is an average there is no need: it stays bounded for keys of any length, and sharpens with it.
+    """
+    asked = {name for p in spec.passes for e in (p.bias, p.read) for name in _asked(spec, e)}
+    averaged = any(isinstance(n, Apply) and n.fn in _AVERAGES for p in spec.passes for n in walk(p.read))
+    queries = {other.shape for other in spec.tensors if other.name in ("q", "k")}
+    if t.kind == "param":
+        return "param"
+    if t.kind == "gate":
+        return "selector" if t.name in asked and t.shape in queries else "gate"
+    if t.name in ("q", "k") or (t.name in asked and t.shape in queries):
+        return "score" if averaged else "key"
+    return "unit" if t.name in asked and not averaged else "plain"
+
+
+def _asked(spec: LayerSpec, e: Expr) -> set[str]:
+    """Tensors that matrices are multiplied by, through lets."""
+    return set().union(*(_names(spec, n.x) for n in walk(e) if isinstance(n, MatVec)))
 
 
 def _learned(spec: LayerSpec) -> list[_Learned]:
