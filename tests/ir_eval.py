@@ -24,7 +24,7 @@ SCALAR: dict[str, Callable[..., Tensor]] = {
     "neg": torch.neg,
     "recip": torch.reciprocal,
     "exp2": torch.exp2,
-    "log2": lambda x: torch.log2(x.clamp(min=torch.finfo(x.dtype).tiny)),
+    "log2": lambda x: torch.log2(x.clamp(min=torch.finfo(x.dtype).tiny ** 0.8)),
     "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt,
     "tanh": torch.tanh,

@@ -7,7 +7,7 @@ A value is a tile; its axes are names in one canonical order: token axes first (
 then the layer's dims. Operands broadcast by name, so there is no transpose and no reshape. A token program is the same
 IR without token axes. A dim that occurs twice in one tile has a primed second axis (d, d').
 
-log2 takes 0 for the least number of full precision: a share that has underflowed still has a logarithm.
+log2 takes 0 for a number next to it: a share that has underflowed still has a logarithm, and that a finite slope.
 
     node  = leaf(role, name)         per-token or per-head tensor, carry, cotangent: see Role
           | const(value) | size(dim)

@@ -14,7 +14,7 @@ from ttmdsl.schedule import best_order, peak
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
 }  # fmt: skip
-TINY = "1.1754943508222875e-38"  # float32's least number of full precision: the logarithm of 0 is finite
+TINY = repr(2.0**-100)  # the logarithm of what has underflowed is finite, and its slope far from overflow
 NEGATIVE_INFINITY = 'float("-inf")'
 
 

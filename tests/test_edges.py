@@ -1,0 +1,75 @@
+"""Gates next to 0 and 1, decays of e^-20, keys of norm 10: finite, and no further from float64 than rounding explains."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+import ttmdsl
+from ttmdsl.edges import EDGES, Edge, at_edges, main, page
+
+# those whose kernels take another way where decays are strong, and those that take logarithms of a state
+KERNELS = ["gla", "gsa", "rwkv7", "lattice_dec:5", "mamba2", "gated_delta_net", "memora"]
+
+
+def misses(rows: list[Edge]) -> list[str]:
+    """What is not finite, or has lost more than ten times what the reference has lost in the same dtype."""
+    assert rows
+    assert {row.edge for row in rows} <= set(EDGES)
+    bad = [r for r in rows if not r.diverges and not (r.finite and (r.error < 1e-2 or r.error < 10 * r.lost))]
+    return [f"{r.edge}: {'finite' if r.finite else 'not finite'}, {r.error:.1e}, reference {r.lost:.1e}" for r in bad]
+
+
+def interpreted(variant: str) -> list[str]:
+    """The kernels' misses; in the process with Triton's interpreter."""
+    torch.set_num_threads(1)
+    name, _, b = variant.partition(":")
+    module = ttmdsl.load(name, **({"b": float(b)} if b else {}))
+    return misses(list(at_edges(name, module, tokens=37, dtype=torch.float32, backend="triton")))
+
+
+@pytest.mark.parametrize("layer", ttmdsl.layers())
+def test_torch(layer: str) -> None:
+    assert misses(list(at_edges(layer, ttmdsl.load(layer), tokens=37, dtype=torch.float32))) == []
+
+
+@pytest.mark.parametrize("variant", KERNELS)
+def test_kernels(variant: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(interpreted, variant).result() == []
+
+
+@pytest.mark.parametrize("name", ["gla", "rwkv7"])
+def test_moderate_decays_keep_their_digits(name: str, interpreter: ProcessPoolExecutor) -> None:
+    """On both sides of the distance from a block's middle at which the kernels turn to tokens one by one."""
+    for decay in (-0.01, -4.0, -4.3, -9.0):
+        assert interpreter.submit(error_at, name, decay).result() < 1e-5
+
+
+def error_at(name: str, decay: float) -> float:
+    """Error of y where every channel decays by e^decay per token on average; in the other process."""
+    from ttmdsl.parity import Shape, draw
+
+    module = ttmdsl.load(name)
+    x = draw(module, Shape("", tokens=50, heads=2, dims=(12, 20), state=False)).x
+    x["log_alpha"] = 2 * decay * torch.rand(x["log_alpha"].shape, generator=torch.Generator().manual_seed(1)).double()
+    exact, _ = module.op(**x, backend="torch")
+    y, _ = module.op(**{key: t.float() for key, t in x.items()}, backend="triton")
+    return float((y - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def test_what_grows_is_said_to_diverge() -> None:
+    rows = {r.edge: r for r in at_edges("delta_net", ttmdsl.load("delta_net"), tokens=64, dtype=torch.float32)}
+    assert rows["keys of norm 10"].diverges
+    assert not rows["gates of 1e-6"].diverges
+    assert "decays of e^-20" not in rows
+
+
+def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tokens", "5", "--layers", "mamba2,delta_net"]) == 0
+    text = capsys.readouterr().out
+    assert "5 tokens, float32, cpu" in text
+    assert "| mamba2 |" in text
+    row = Edge("mine", "no decay", finite=False, diverges=False, error=float("nan"), lost=float("nan"))
+    assert "**not finite**" in page([row], 5, "float32", "cpu")
