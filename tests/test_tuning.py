@@ -94,7 +94,9 @@ def test_a_signature_knows_no_names() -> None:
     spec = (
         "layer A { dim d_k, d_v\n input q[d_k], k[d_k], v[d_v]\n memory S[d_v, d_k]\n bias -<S @ k, v>\n read S @ q }"
     )
-    other = spec.replace("d_k", "left").replace("d_v", "right").replace("S", "M").replace("q", "w").replace("A {", "Z {")
+    other = (
+        spec.replace("d_k", "left").replace("d_v", "right").replace("S", "M").replace("q", "w").replace("A {", "Z {")
+    )
     kernels = [ttmdsl_signatures(text) for text in (spec, other, spec.replace("-<", "-2 * <"))]
     assert kernels[0] == kernels[1] != kernels[2]
     shipped = signatures("linear_attention")["KERNEL_SIGNATURES"]
