@@ -36,6 +36,9 @@ class Clock(Protocol):
     def copy_rate(self) -> float:
         """Bytes read and written per second by a plain copy: the measure of the memory floor."""
 
+    def usable(self) -> bool:
+        """Whether the device still answers."""
+
 
 class CpuClock:
     """Wall time on the processor."""
@@ -64,6 +67,9 @@ class CpuClock:
         source = torch.ones(1 << 24)
         target = torch.empty_like(source)
         return 2 * source.nbytes / (self.ms(lambda: target.copy_(source)) / 1000)
+
+    def usable(self) -> bool:
+        return True
 
 
 class CudaClock:
@@ -113,6 +119,13 @@ class CudaClock:
         source = torch.ones(1 << 29, dtype=torch.bfloat16, device="cuda")
         target = torch.empty_like(source)
         return 2 * source.nbytes / (self.ms(lambda: target.copy_(source)) / 1000)
+
+    def usable(self) -> bool:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
 
 def clock_for(device: torch.device) -> Clock:

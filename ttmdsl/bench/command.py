@@ -22,6 +22,7 @@ from ttmdsl.bench.subjects import Case
 from ttmdsl.errors import LoadError
 from ttmdsl.loader import layers, read
 
+LOST = 3  # exit status of a benchmark whose device is unusable; with --resume it goes on after the row that failed
 SHAPES = {"cuda": (8, 2048, 16, 64), "cpu": (1, 256, 2, 64)}
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
@@ -63,11 +64,14 @@ def bench_command(arguments: argparse.Namespace) -> int:
     rows: list[Row] = report.saved(arguments.json) if arguments.resume else []
     about = report.machine(device)
     new: list[Row] = []
-    for row in bench(chosen, clock_for(torch.device(device)), wanted, {row.key for row in rows}):
+    clock = clock_for(torch.device(device))
+    for row in bench(chosen, clock, wanted, {row.key for row in rows}):
         new.append(row)
         print(report.line(row), flush=True)
         if arguments.json:
             report.save(arguments.json, about, [*rows, *new])
+        if row.failed and not clock.usable():  # a kernel has read where it should not: the rest is for another process
+            return LOST
     Console(width=None if sys.stdout.isatty() else 170).print(report.table([*rows, *new]))
     if arguments.png:
         report.draw([*rows, *new], arguments.png)
@@ -76,6 +80,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
 
 def tune_command(arguments: argparse.Namespace) -> int:
     """Measures candidates on this GPU and extends a table."""
+    from ttmdsl.bench.lab import GpuLab
     from ttmdsl.bench.tune import Settings, tune
     from ttmdsl.options import Options
 
@@ -84,8 +89,8 @@ def tune_command(arguments: argparse.Namespace) -> int:
     major, minor = torch.cuda.get_device_capability()
     target = f"sm_{major}{minor}"
     path = arguments.output or Options.from_environment().tuned[-1] / f"{target}.json"
-    settings = Settings(budget=arguments.budget, jobs=arguments.jobs)
     chosen = [replace(case, backend="triton") for case in cases(arguments, "cuda")]
-    found = tune(chosen, target, path, settings, say=lambda text: print(text, flush=True))
+    with GpuLab(arguments.jobs) as lab:
+        found = tune(chosen, target, path, Settings(arguments.budget), lab, lambda text: print(text, flush=True))
     print(f"{path}: {len(found.kernels)} kernels, {len(found.chunks)} forms, {len(found.excluded)} excluded")
     return 0

@@ -93,7 +93,8 @@ def verdict(module: Any, case: Case) -> tuple[float, str]:
 
     backend, dims = resolved(case), dims_at(module, case.shape[3])
     lengths = (33,) if backend == "torch" else (128, 67)  # whole units, whose kernels need no masks, and others
-    shapes = [Shape(f"T={T}", tokens=T, heads=2, dims=dims, state=False) for T in lengths]
+    # as many heads as will be timed: the kernels know the number
+    shapes = [Shape(f"T={T}", tokens=T, heads=case.shape[2], dims=dims, state=False) for T in lengths]
     try:
         rows = parity(
             module,
@@ -103,7 +104,7 @@ def verdict(module: Any, case: Case) -> tuple[float, str]:
             device=case.device,
             oracle="reference" if backend == "torch" else "torch",
         )
-    except RuntimeError as error:
+    except Exception as error:  # a backend that cannot run, or no memory for the oracle
         return float("nan"), f"check: {error}"[:300]
     if not rows:
         return float("nan"), f"check: {backend} does not take this layer at D = {case.shape[3]}"
@@ -120,7 +121,7 @@ def bench(cases: Iterable[Case], clock: Clock, wanted: Wanted, done: Container[K
         mine = Row(case.layer, case.shape, case.dtype, who)
         module = case.load()
         if mine.key not in done:
-            about = (case.layer, case.shape[3], case.dtype)
+            about = (case.layer, case.shape[2:], case.dtype)
             if wanted.check and about not in verdicts:
                 verdicts[about] = verdict(module, case)
             error, failed = verdicts.get(about, (None, ""))
@@ -137,26 +138,17 @@ def bench(cases: Iterable[Case], clock: Clock, wanted: Wanted, done: Container[K
 
 
 def _others(case: Case, module: Any, clock: Clock, wanted: Wanted, done: Container[Key]) -> Iterator[Row]:
-    expected: torch.Tensor | None = None
-    subjects = others(case, module, wanted.compiled)
-    while True:
-        row = Row(case.layer, case.shape, case.dtype, "(peer)")
-        try:
-            subject = next(subjects, None)
-        except Exception as error:  # a peer that cannot even be set up
-            yield replace(row, failed=f"{type(error).__name__}: {error}"[:300])
-            return
-        if subject is None:
-            return
-        row = replace(row, who=subject.who)
-        if row.key in done:
-            continue
-        row = timed(row, lambda s=subject: s, clock, wanted)  # type: ignore[misc]
-        if not row.failed and subject.same:
-            if expected is None:
-                expected = own(case, module, resolved(case)).only_forward()()  # type: ignore[assignment]
-            row = replace(row, error=apart(subject.only_forward()(), expected))  # type: ignore[arg-type]
-        yield row
+    @functools.cache
+    def expected() -> Any:
+        return own(case, module, resolved(case)).only_forward()()
+
+    def compare(subject: Subject) -> float | None:
+        return apart(subject.only_forward()(), expected()) if subject.same else None  # type: ignore[arg-type]
+
+    for who, make in others(case, module, wanted.compiled):
+        row = Row(case.layer, case.shape, case.dtype, who)
+        if row.key not in done:
+            yield timed(row, make, clock, wanted, compare)
 
 
 def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -165,11 +157,18 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
 
 
-def timed(row: Row, make: Callable[[], Subject], clock: Clock, wanted: Wanted) -> Row:
-    """The row with the subject's times; what a subject cannot do is left out, and all of it if forward fails."""
+def timed(
+    row: Row,
+    make: Callable[[], Subject],
+    clock: Clock,
+    wanted: Wanted,
+    compare: Callable[[Subject], float | None] | None = None,
+) -> Row:
+    """The row with the subject's times, and its error as `compare` finds it; what came before a failure stays."""
     try:
         subject = make()
         forward, both = subject.only_forward(), subject.both()
+        forward(), both()  # what is compiled at a first call is no part of any time
         row = replace(row, forward=clock.ms(forward), both=clock.ms(both), peak=clock.peak_mib(both))
         row = replace(row, graph_forward=clock.graph_ms(forward), graph_both=clock.graph_ms(both))
         if wanted.kernels:
@@ -177,6 +176,8 @@ def timed(row: Row, make: Callable[[], Subject], clock: Clock, wanted: Wanted) -
         if wanted.step and subject.step:
             step = subject.step()
             row = replace(row, step=clock.ms(step), graph_step=clock.graph_ms(step))
+        if compare:
+            row = replace(row, error=compare(subject))
     except Exception as error:  # whatever a peer or a kernel raises is a result
         return replace(row, failed=f"{type(error).__name__}: {error}"[:300])
     return row

@@ -118,10 +118,25 @@ def insist() -> None:
 
 def tune_briefly() -> None:
     """Shortens the measurements by which Triton's autotuner chooses a peer's configurations: minutes, not an hour."""
-    from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
 
-    def brief(work: Callable[[], object], quantiles: object = None, **_: object) -> object:
-        return do_bench(work, warmup=2, rep=12, quantiles=quantiles)
+    _tune_by(lambda work, quantiles: do_bench(work, warmup=2, rep=12, quantiles=quantiles))
 
-    Autotuner.do_bench = property(lambda self: brief, lambda self, value: None)
+
+def compile_only() -> None:
+    """Has the autotuner compile every configuration and choose any, so that another process finds them compiled."""
+
+    def once(work: Callable[[], object], quantiles: object) -> list[float]:
+        work()
+        return [1.0, 1.0, 1.0]
+
+    _tune_by(once)
+
+
+def _tune_by(measure: Callable[[Callable[[], object], Any], object]) -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    def bench(work: Callable[[], object], quantiles: object = None, **_: object) -> object:
+        return measure(work, quantiles)
+
+    Autotuner.do_bench = property(lambda self: bench, lambda self, value: None)

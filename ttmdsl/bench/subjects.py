@@ -6,6 +6,7 @@ whose size no tensor tells, such as an MLP's inner one, is four times as wide as
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ttmdsl.aot import parse_variant
-from ttmdsl.bench.peers import Block, Peer, peers_of
+from ttmdsl.bench.peers import Peer, peers_of
 from ttmdsl.parity import dims_of, in_range, sizes_of
 
 DECODED = 64  # sequences that a decode step goes on with
@@ -153,29 +154,32 @@ def peer(case: Case, module: Any, found: Peer) -> Subject:
     return Subject(found.who, found.sequence(x), list(x.values()), step)
 
 
-def blocks(case: Case, module: Any, found: Block) -> Iterator[Subject]:
-    """Another package's whole block, and the layer's own: projections, norms and gates included."""
+def block(case: Case, who: str, make: Callable[[], Any]) -> Subject:
+    """A whole block of a model, [B, T, hidden] to the same: projections, norms and gates included."""
     B, T, H, D = case.shape
-    group = int(module.CONSTS.get("b", 64))
     x = torch.randn(B, T, H * D, device=case.device).to(case.torch_dtype).requires_grad_()
-    makers: list[tuple[str, Callable[[], Any]]] = [
-        ("ttmdsl Layer", lambda: module.Layer(hidden_size=H * D, num_heads=H)),
-        (found.who, lambda: found.build(H, D, group)),
-    ]
-    for who, make in makers:
-        block = make().to(device=case.device, dtype=case.torch_dtype)
-        yield Subject(who, lambda block=block: block(x)[0], [x, *block.parameters()], same=False)  # type: ignore[misc]
+    made = make().to(device=case.device, dtype=case.torch_dtype)
+    return Subject(who, lambda: made(x)[0], [x, *made.parameters()], same=False)
 
 
-def others(case: Case, module: Any, with_compiled: bool) -> Iterator[Subject]:
-    """All that a case can be held against here: on a GPU the peers that are installed, elsewhere the reference."""
+def others(case: Case, module: Any, with_compiled: bool) -> Iterator[tuple[str, Callable[[], Subject]]]:
+    """All that a case can be held against here, and what makes it: on a GPU the peers that are installed, elsewhere the
+    reference."""
     if case.device != "cuda":
-        yield own(case, module, "reference")
+        yield "ttmdsl reference", lambda: own(case, module, "reference")
     else:
-        for found in peers_of(parse_variant(case.layer)[0]):
-            if isinstance(found, Block):
-                yield from blocks(case, module, found)
-            else:
-                yield peer(case, module, found)
+        yield from _peers(case, module)
     if with_compiled:
-        yield compiled(case, module)
+        yield "torch.compile", lambda: compiled(case, module)
+
+
+def _peers(case: Case, module: Any) -> Iterator[tuple[str, Callable[[], Subject]]]:
+    _, _, H, D = case.shape
+    for found in peers_of(parse_variant(case.layer)[0]):
+        if isinstance(found, Peer):
+            yield found.who, functools.partial(peer, case, module, found)
+            continue
+        ours = functools.partial(module.Layer, hidden_size=H * D, num_heads=H)
+        theirs = functools.partial(found.build, H, D, int(module.CONSTS.get("b", 64)))
+        for who, make in (("ttmdsl Layer", ours), (found.who, theirs)):
+            yield who, functools.partial(block, case, who, make)
