@@ -1,7 +1,7 @@
 """The whole table of times on a GPU: `ttmdsl bench` for every row, and each figure against its bar.
 
 Usage: python benchmarks/run.py OUT.json [--seconds 560] [--only fla,floor,...] [--jobs 14] [--archive FILE.tgz]
-       python benchmarks/run.py OUT.json --report
+       python benchmarks/run.py OUT.json --report [--png FILE]
 Rows that OUT.json has are kept, so a run that was cut short goes on where it stopped. First everything that is still to
 be measured is compiled, in `--jobs` processes side by side; then each layer is measured in a process of its own.
 `--archive` unpacks what fla's autotuner chose before into Triton's cache, which saves an hour (peers_autotune.tgz).
@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
+
 from ttmdsl.bench import report
 from ttmdsl.bench.command import LOST
 from ttmdsl.bench.measure import Row
@@ -35,6 +37,7 @@ Rows: TypeAlias = dict[tuple[str, Shape, str], Row]  # by layer, shape and who c
 
 FIRST, LARGE, LONG = (8, 2048, 16, 64), (4, 8192, 16, 128), (1, 32768, 16, 128)
 SHAPES: tuple[Shape, ...] = (FIRST, LARGE, LONG, (32, 512, 8, 64), (2, 4096, 32, 64))
+LENGTHS: tuple[Shape, ...] = ((8, 512, 16, 64), (8, 1024, 16, 64), (8, 4096, 16, 64), (8, 8192, 16, 64))
 PEERED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa".split()
 OWN = ["lattice_dec:b=64:project=0", "trellis:b=64", "titans_linear:b=64", "omega_linear:b=64", "lattice_dec"]
 DEEP = ["ttt_mlp", "omega_net", "atlas"]
@@ -53,10 +56,11 @@ class Part:
 
 
 PARTS = (
-    Part("fla", PEERED, SHAPES, ["--insist"], ("ttmdsl triton", "fla")),
+    Part("fla", PEERED, SHAPES, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     Part("own", OWN, (FIRST, LARGE), ["--no-peers"]),
     Part("deep", DEEP, (FIRST,), ["--no-peers", "--compiled"], ("ttmdsl triton", "torch.compile"), 200),
     Part("titans", ["titans:b=64"], (FIRST, LARGE), (), ("ttmdsl triton", "ttmdsl Layer", "titans-pytorch")),
+    Part("lengths", ["mamba2", "gated_delta_net"], LENGTHS, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     # times of a shape of their own, so that they are no rows of the other parts
     Part("cold", ["mamba2", "gated_delta_net", "titans_linear:b=64"], ((8, 2048, 16, 128),), ["--no-peers", "--cold"]),
 )
@@ -200,7 +204,6 @@ def compile_first(cases: Sequence[Case], jobs: int, end: float) -> None:
 
 def compile_case(case: Case) -> None:
     """Runs all that a benchmark will run, once."""
-    os.environ.pop("FLA_CACHE_RESULTS", None)  # nothing is chosen here
     from ttmdsl.bench import peers
     from ttmdsl.bench.measure import verdict
     from ttmdsl.bench.subjects import others, own
@@ -250,7 +253,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--archive", type=Path)
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--compile", default="")
+    parser.add_argument("--png", type=Path, help="with --report: the times over T")
+    parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
         fields = json.loads(args.compile)
@@ -258,11 +262,17 @@ def main() -> None:
         return
     if args.report:
         print_report(args.out)
+        if args.png:
+            over_lengths = {FIRST, *LENGTHS}
+            layers = next(part.layers for part in PARTS if part.name == "lengths")
+            rows = [r for r in report.saved(args.out) if r.shape in over_lengths and r.layer in layers]
+            report.draw(rows, args.png)
         return
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here")
     end = time.monotonic() + args.seconds
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     if args.archive:
-        os.environ["FLA_CACHE_RESULTS"] = "1"
         with tarfile.open(args.archive) as archive:
             archive.extractall(os.environ["TRITON_CACHE_DIR"], filter="data")
     chosen = [part for part in PARTS if part.name in args.only.split(",")]

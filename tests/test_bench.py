@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import runpy
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,6 +331,34 @@ def test_every_figure_of_the_whole_table(tmp_path: Path, capsys: pytest.CaptureF
     left = script["missing"](part, "mamba2", [MINE])
     assert len(left) == 9
     assert (MINE.shape, "fla") in left
+
+
+def test_the_whole_table_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "run.py"))
+    names, path = script["measure"].__globals__, tmp_path / "rows.json"
+    commands: list[list[str]] = []
+
+    def finished(command: list[str], timeout: float, cwd: Path) -> Any:
+        """First it dies without a word, then it takes too long, then it measures what is left."""
+        commands.append(command)
+        if len(commands) == 2:
+            raise subprocess.TimeoutExpired(command, timeout)
+        if len(commands) == 3:
+            rows = report.saved(path)
+            left = names["missing"](part, "mamba2", rows)
+            report.save(path, {}, [*rows, *(Row("mamba2", shape, "bfloat16", who, 1.0) for shape, who in left)])
+        return SimpleNamespace(returncode=-11 if len(commands) == 1 else 0)
+
+    part = replace(script["PARTS"][0], shapes=script["SHAPES"][:2])
+    monkeypatch.setitem(names, "subprocess", SimpleNamespace(run=finished, TimeoutExpired=subprocess.TimeoutExpired))
+    names["measure"](part, "mamba2", path, time.monotonic() + 1000)
+    first, second, *rest = report.saved(path)
+    assert (first.failed, first.who) == ("the process ended with -11", "ttmdsl triton")
+    assert (second.failed, second.who) == ("no result within 300 s", "fla")
+    assert [row.failed for row in rest] == ["", ""]
+    assert [command.count("--shape") for command in commands] == [2, 2, 1]
+    names["measure"](part, "mamba2", path, time.monotonic() + 1000)
+    assert len(commands) == 3
 
 
 # ---- the command --------------------------------------------------------------------------------------------

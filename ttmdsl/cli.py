@@ -265,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
         ("cold", False, "first calls in processes of their own, with and without caches"),
         ("compiled", False, "the torch backend under torch.compile"),
         ("kernels", False, "each kernel's share"),
+        ("brief", False, "shorten the autotuning of peers, which takes many minutes"),
         ("insist", False, "have peers run what they refuse to for being wrong here: for times only"),
     ):
         option = argparse.BooleanOptionalAction

@@ -58,7 +58,8 @@ def bench_command(arguments: argparse.Namespace) -> int:
     if wanted.peers and device == "cuda":
         from ttmdsl.bench import peers
 
-        peers.tune_briefly()
+        if arguments.brief:
+            peers.tune_briefly()
         if arguments.insist:
             peers.insist()
     rows: list[Row] = report.saved(arguments.json) if arguments.resume else []

@@ -27,7 +27,7 @@ def machine(device: str) -> dict[str, Any]:
     import torch
 
     found = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
-    if device == "cuda":
+    if device == "cuda" and torch.cuda.is_available():
         import triton
 
         found |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
