@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +218,15 @@ def test_facts_and_checks_of_a_trial(interpreter: ProcessPoolExecutor) -> None:
     assert (scan.tiles, scan.bytes, scan.lanes) == ((32, 16, 16), 4, 1)
     assert scan.config == {"num_warps": 1, "num_stages": 3, "block": 16}
     assert not any(name.startswith("_token") for name in facts.kernels)  # it did not run
+
+
+def test_a_configuration_that_found_no_room_is_said_to() -> None:
+    launches = {("_a_kernel", 1): ({"P_d": 64}, {"num_warps": 8, "num_stages": 2})}
+    module = SimpleNamespace(_fitting=launches)
+    asked = {"_a_kernel": {"num_warps": 8, "num_stages": 3, "block": 64}, "_b_kernel": {"num_warps": 4}}
+    assert lab.refused(module, Trial(CASE, asked)) == "no room on the device: _a_kernel"
+    asked["_a_kernel"] = {"num_warps": 8, "num_stages": 2, "block": 64}
+    assert lab.refused(module, Trial(CASE, asked)) == ""
 
 
 def test_facts_of_a_layer_in_kernel_form(interpreter: ProcessPoolExecutor) -> None:

@@ -6,6 +6,7 @@ import ast
 import json
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,7 @@ def steer(folder: Path, layer: str, **config: int) -> None:
                 tiles = (tokens, n, n)
                 kernels += [Entry(s, tiles, bytes_, 1, config) for s in found["KERNEL_SIGNATURES"].values()]
             chunks += [Entry(s, (n, n), bytes_, 1, chunk) for s in found.get("FORM_SIGNATURES", {}).values() if chunk]
-    write(folder, Table("sm_90", kernels, chunks))
+    write(folder, Table("sm_0", kernels, chunks))  # what an interpreted kernel runs on
 
 
 def compared(layer: str, folder: str) -> tuple[list[str], dict[str, Any]]:
@@ -200,7 +201,7 @@ def compared(layer: str, folder: str) -> tuple[list[str], dict[str, Any]]:
         shapes = [Shape("T=70", tokens=70, dims=(20, 20), state=False), Shape("T=64", tokens=64, dims=(20,))]
         rows = parity(module, dtypes=(torch.float32,), shapes=shapes, backends=("triton",))
         assert rows
-        constants, options = module.kernel_constants(SCAN, {"d_k": 20, "d_v": 40}, torch.float32, 90)
+        constants, options = module.kernel_constants(SCAN, {"d_k": 20, "d_v": 20}, torch.float32, 0)
         assert {key[-8] for key in module._fitting} == {constants["BT"]}
         found = {name: constants[name] for name in ("LEN", "P_d_v")}
         return [f"{r.shape}: {r.quantity} {r.error:.1e}" for r in rows if not r.ok], found | options
@@ -214,7 +215,7 @@ def test_launches_take_what_the_table_says(tuned: Path, interpreter: ProcessPool
         misses, found = interpreter.submit(compared, "gated_delta_net", str(tuned)).result()
         assert misses == []
         assert found["LEN"] == config["chunk"]
-        assert found["P_d_v"] == config.get("block", 64)
+        assert found["P_d_v"] == config.get("block", 32)
         assert found["num_warps"] == config.get("num_warps", 4)
         assert found["num_stages"] == config.get("num_stages", 3)
 
@@ -226,3 +227,50 @@ def test_kernels_ahead_of_time_take_what_the_table_says(tuned: Path) -> None:
     assert not any(row.error for row in rows.values())
     assert rows[SCAN].warps == 8
     assert {row.warps for name, row in rows.items() if name.startswith("_chunk") and name != SCAN} == {4}
+
+
+def test_what_finds_no_room_gives_way_to_the_rules(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(launches_on_a_small_device).result() == [
+        ("measured", 3),
+        ("measured", 2),
+        ("measured", 1),
+        ("rules", 3),
+        ("rules", 2),
+    ]
+
+
+def launches_on_a_small_device() -> list[tuple[str, int]]:
+    """In the process that interprets kernels: the launches of a kernel that has room for no block of 32."""
+    import torch
+    import triton
+
+    module = ttmdsl.load("linear_attention")
+    tried: list[tuple[str, int]] = []
+
+    class Kernel:
+        fn = SimpleNamespace(__name__=SCAN)
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*pointers: Any, **options: Any) -> None:
+                assert grid == ((64 // options["P_d_v"]), 2)
+                measured = options["P_d_v"] == 32
+                tried.append(("measured" if measured else "rules", options["num_stages"]))
+                if measured or options["num_stages"] > 2:
+                    raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
+
+            return launch
+
+    original = module._measured
+    module._measured = lambda *_, **__: {"block": 32, "num_stages": 3}
+    try:
+        schedule = module._schedule(
+            "chunk", (0, 64), (0,), 2, (("d_k", 64), ("d_v", 64)), torch.float32, torch.device("cpu")
+        )
+        schedule.launch(Kernel(), ())
+        schedule.launch(Kernel(), ())
+    finally:
+        module._measured = original
+        module._fitting.clear()
+        module._schedule.cache_clear()
+    assert tried.pop() == ("rules", 2)  # the second launch knows what fits
+    return tried

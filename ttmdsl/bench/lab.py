@@ -129,7 +129,9 @@ def launched(trial: Trial) -> Iterator[tuple[Any, dict[str, tuple[tuple[int, ...
     module = trial.case.load()
     seen: dict[str, tuple[tuple[int, ...], int, int]] = {}
 
-    def measured(table: object, name: str, tiles: tuple[int, ...], width: int, lanes: int, gpu: int) -> dict[str, int]:
+    def measured(
+        table: object, name: str, tiles: tuple[int, ...], width: int, lanes: int, gpu: int, within: float = 1.0
+    ) -> dict[str, int]:
         seen[name] = (tiles, width, lanes)
         return dict(trial.forced.get(name, {}))
 
@@ -159,7 +161,18 @@ def _work(case: Case) -> Callable[[], object]:
 def check(trial: Trial) -> str:
     """What is wrong with the trial's outputs and gradients."""
     with launched(trial) as (module, _):
-        return verdict(module, trial.case)[1]
+        return verdict(module, trial.case)[1] or refused(module, trial)
+
+
+def refused(module: Any, trial: Trial) -> str:
+    """Which of the configurations that the trial asks for found no room, so that others were launched."""
+    fitted = {key[0]: options for key, (_, options) in getattr(module, "_fitting", {}).items()}
+    lacking = [
+        name
+        for name, config in trial.forced.items()
+        if any(fitted.get(name, config).get(key, value) != value for key, value in config.items())
+    ]
+    return f"no room on the device: {', '.join(lacking)}" if lacking else ""
 
 
 def times(trial: Trial) -> Times:
