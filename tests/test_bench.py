@@ -80,6 +80,17 @@ def test_the_floor_is_eleven_tensors() -> None:
     assert row.floor_forward == pytest.approx(1000 * (4 * one + beta) / 1e9)
 
 
+def test_inputs_are_what_models_pass() -> None:
+    x = tensors(ttmdsl.load("gated_delta_net"), case(dtype="bfloat16"))
+    assert {name: t.dtype for name, t in x.items()} == dict.fromkeys("qkv", torch.bfloat16) | {
+        "log_alpha": torch.float32,
+        "beta": torch.bfloat16,
+    }
+    assert tensors(ttmdsl.load("gla"), case(dtype="bfloat16"))["log_alpha"].dtype == torch.bfloat16
+    assert (x["log_alpha"] < 0).all()
+    torch.testing.assert_close(x["k"].float().norm(dim=-1), torch.ones(2, 20, 2), atol=1e-2, rtol=0)
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ttmdsl.load("delta_net")
     right = module._torch

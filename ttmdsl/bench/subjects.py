@@ -93,7 +93,8 @@ def tensors(module: Any, case: Case, lead: tuple[int, ...] | None = None) -> dic
         if name in module.INPUTS and axes and name != "v":
             t = F.normalize(t, dim=-1)
         t = in_range(t, module.RANGES[name])
-        wide = module.RANGES[name] == "decay"  # their logarithms are kept in float32, as training does
+        # a head's decay for a token, summed over many, is kept in float32, as models do
+        wide = module.RANGES[name] == "decay" and not axes
         found[name] = (t if wide else t.to(case.torch_dtype)).requires_grad_()
     return found
 
