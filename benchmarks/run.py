@@ -1,6 +1,6 @@
 """The whole table of times on a GPU: `ttmdsl bench` for every row, and each figure against its bar.
 
-Usage: python benchmarks/run.py OUT.json [--seconds 560] [--only fla,floor,...] [--jobs 14] [--archive FILE.tgz]
+Usage: python benchmarks/run.py OUT.json [--seconds 560] [--only fla,own,...] [--layers mamba2,...] [--jobs 14] [--archive FILE.tgz]
        python benchmarks/run.py OUT.json --report [--png FILE]
 Rows that OUT.json has are kept, so a run that was cut short goes on where it stopped. First everything that is still to
 be measured is compiled, in `--jobs` processes side by side; then each layer is measured in a process of its own.
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--only", default=",".join(part.name for part in PARTS))
+    parser.add_argument("--layers", default="", help="of these parts, those layers alone")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--archive", type=Path)
     parser.add_argument("--report", action="store_true")
@@ -275,7 +276,12 @@ def main() -> None:
     if args.archive:
         with tarfile.open(args.archive) as archive:
             archive.extractall(os.environ["TRITON_CACHE_DIR"], filter="data")
-    chosen = [part for part in PARTS if part.name in args.only.split(",")]
+    only = args.layers.split(",")
+    chosen = [
+        replace(part, layers=[layer for layer in part.layers if not args.layers or layer in only])
+        for part in PARTS
+        if part.name in args.only.split(",")
+    ]
     rows = report.saved(args.out)
     cases = [Case(layer, shape) for part in chosen for layer in part.layers for shape, _ in missing(part, layer, rows)]
     # kernels know heads and head sizes, not how many tokens there are

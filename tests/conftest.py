@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 # whoever runs the tests may have tables of launch configurations of their own
 os.environ["TTM_TUNED_DIR"] = os.devnull
 

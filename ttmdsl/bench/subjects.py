@@ -1,7 +1,8 @@
 """What is timed: this package's backends and the peers of a layer, each as functions that do the same work.
 
 Input: a `Case`. Output: `Subject`s over the same tensors: unit q and k, decays near 1, gates in their ranges. A memory
-whose size no tensor tells, such as an MLP's inner one, is four times as wide as a head, as `Layer` makes it.
+whose size no tensor tells, such as an MLP's inner one, is four times as wide as a head, as `Layer` makes it. A decode
+step goes on from what one token left.
 """
 
 from __future__ import annotations
