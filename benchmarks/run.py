@@ -1,6 +1,7 @@
 """The whole table of times on a GPU: `ttmdsl bench` for every row, and each figure against its bar.
 
-Usage: python benchmarks/run.py OUT.json [--seconds 560] [--only fla,own,...] [--layers mamba2,...] [--jobs 14] [--archive FILE.tgz]
+Usage: python benchmarks/run.py OUT.json [--seconds 560] [--only fla,own,...] [--layers mamba2,...] [--jobs 14]
+                                         [--archive FILE.tgz]
        python benchmarks/run.py OUT.json --report [--png FILE]
 Rows that OUT.json has are kept, so a run that was cut short goes on where it stopped. First everything that is still to
 be measured is compiled, in `--jobs` processes side by side; then each layer is measured in a process of its own.
