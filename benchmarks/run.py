@@ -164,7 +164,7 @@ def print_report(path: Path) -> None:
 
     rows = report.saved(path)
     Console(width=170).print(report.table(rows))
-    known = {(row.layer, row.shape, row.who): row for row in rows}
+    known = {(row.layer, row.shape, row.who): row for row in rows if not row.failed}
     print()
     for bar in bars():
         value = bar.value(known)

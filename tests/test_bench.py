@@ -104,6 +104,16 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZeroDivisionError" in verdict(module, case())[1]
 
 
+def test_a_peer_that_computes_something_else_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ttmdsl.load("delta_net")
+    right = module._reference
+    monkeypatch.setattr(module, "_reference", lambda x, state: (right(x, state)[0] * 1.1, right(x, state)[1]))
+    mine, other = bench([case()], FakeClock(), Wanted(check=False))
+    assert mine.failed == ""
+    assert other.failed == "its y is apart from ours by 1.0e-01: not the same function"
+    assert other.forward
+
+
 def test_a_subject_that_fails_has_a_row() -> None:
     def no_backward() -> Tensor:
         return torch.ones(3)
