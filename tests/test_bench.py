@@ -104,6 +104,25 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZeroDivisionError" in verdict(module, case())[1]
 
 
+def test_what_differs_without_gradients_or_in_a_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ttmdsl.load("delta_net")
+    right = module._torch
+
+    def only_with_gradients(x: dict[str, Tensor], state: dict[str, Tensor]) -> Any:
+        y, final = right(x, state)
+        return (y if torch.is_grad_enabled() else 1.1 * y), final
+
+    monkeypatch.setattr(module, "_torch", only_with_gradients)
+    assert verdict(module, case())[1] == "check: y without gradients"
+
+    def only_sequences(x: dict[str, Tensor], state: dict[str, Tensor]) -> Any:
+        y, final = right(x, state)
+        return (y if y.shape[1] > 1 else 1.1 * y), final
+
+    monkeypatch.setattr(module, "_torch", only_sequences)
+    assert verdict(module, case())[1].startswith("check: y 1.0e-01, grad")
+
+
 def test_a_peer_that_computes_something_else_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ttmdsl.load("delta_net")
     right = module._reference

@@ -88,29 +88,30 @@ def resolved(case: Case) -> str:
 def verdict(module: Any, case: Case) -> tuple[float, str]:
     """The worst relative error of outputs, final states and gradients, and what misses, if anything does.
 
-    The oracle is the reference where the torch backend is what is timed, else that backend in float64, which the tests
-    hold to the reference.
+    At lengths of whole units, whose kernels need no masks, at others, and for one token from a state, as in decoding;
+    without gradients the outputs must be the same. The oracle is the reference where the torch backend is what is
+    timed, else that backend in float64, which the tests hold to the reference.
     """
     from ttmdsl.parity import Shape, parity
 
-    backend, dims = resolved(case), dims_at(module, case.shape[3])
-    lengths = (33,) if backend == "torch" else (128, 67)  # whole units, whose kernels need no masks, and others
-    # as many heads as will be timed: the kernels know the number
-    shapes = [Shape(f"T={T}", tokens=T, heads=case.shape[2], dims=dims, state=False) for T in lengths]
+    backend, (_, _, H, D) = resolved(case), case.shape
+    lengths = (33,) if backend == "torch" else (128, 67)
+    alike = Shape("", heads=H, dims=dims_at(module, D))  # kernels know the number of heads
+    shapes = [replace(alike, label=f"T={T}", tokens=T, state=False) for T in lengths]
+    shapes.append(replace(alike, label="a step", batch=2))
+    oracle = "reference" if backend == "torch" else "torch"
+    dtypes = [case.torch_dtype]
     try:
-        rows = parity(
-            module,
-            dtypes=[case.torch_dtype],
-            shapes=shapes,
-            backends=[backend],
-            device=case.device,
-            oracle="reference" if backend == "torch" else "torch",
-        )
+        rows = parity(module, dtypes=dtypes, shapes=shapes, backends=[backend], device=case.device, oracle=oracle)
+        plain = own(replace(case, shape=(1, lengths[0], H, D)), module, backend)
+        alone, trained = plain.only_forward()(), plain.forward().detach()
     except Exception as error:  # a backend that cannot run, or no memory for the oracle
         return float("nan"), f"check: {error}"[:300]
     if not rows:
-        return float("nan"), f"check: {backend} does not take this layer at D = {case.shape[3]}"
+        return float("nan"), f"check: {backend} does not take this layer at D = {D}"
     misses = [f"{row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+    if not torch.allclose(alone, trained, rtol=1e-2, atol=1e-2, equal_nan=True):  # type: ignore[arg-type]
+        misses.append("y without gradients")
     return max(row.error for row in rows), f"check: {', '.join(misses)}"[:300] if misses else ""
 
 
