@@ -146,6 +146,26 @@ def test_a_subject_that_fails_has_a_row() -> None:
     assert timed(row, nothing, FakeClock(), Wanted()).failed == "ImportError: no such package"
 
 
+def test_a_step_that_fails_leaves_the_other_times() -> None:
+    def step() -> Work:
+        raise ValueError("no state")
+
+    x = torch.ones(3, requires_grad=True)
+    subject = Subject("y", lambda: 2 * x, [x], step)
+    row = timed(Row("x", SMALL, "float32", "y"), lambda: subject, FakeClock(), Wanted())
+    assert row.failed == "decode step: ValueError: no state"
+    assert (row.forward, row.both, row.step) == (1, 2, None)
+
+
+def test_peers_are_not_held_against_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ttmdsl.load("delta_net")
+    monkeypatch.setattr(module, "_torch", lambda x, state: 1 / 0)
+    mine, other = bench([case()], FakeClock(), Wanted(step=False))
+    assert "ZeroDivisionError" in mine.failed
+    assert (other.failed, other.error) == ("", None)
+    assert other.forward
+
+
 def test_rows_that_are_done_stay() -> None:
     clock = FakeClock()
     rows = list(bench([case()], clock, Wanted()))

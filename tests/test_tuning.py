@@ -83,6 +83,12 @@ def test_a_damaged_table_says_where(text: str, message: str, tmp_path: Path) -> 
     assert message in str(caught.value)
 
 
+def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "sm_90.json").mkdir()
+    with pytest.raises(LoadError, match="cannot read the table"):
+        digest([tmp_path])
+
+
 def test_the_shipped_tables_hold() -> None:
     read_all([SHIPPED])
     assert all(path.name == f"{read(path).target}.json" for path in files([SHIPPED]))

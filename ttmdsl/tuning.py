@@ -69,12 +69,10 @@ class Table:
 
     def merge(self, other: Table) -> Table:
         """Both; at one place the other's choice counts, and what either excludes stays excluded."""
-        kernels, chunks = ({e.place: e for e in (*a, *b)} for a, b in self._pairs(other))
-        known = {(*e.place, tuple(sorted(e.config.items()))): e for e in (*self.excluded, *other.excluded)}
-        return Table(self.target, list(kernels.values()), list(chunks.values()), list(known.values()))
-
-    def _pairs(self, other: Table) -> tuple[tuple[list[Entry], list[Entry]], ...]:
-        return (self.kernels, other.kernels), (self.chunks, other.chunks)
+        kernels = {e.place: e for e in (*self.kernels, *other.kernels)}
+        chunks = {e.place: e for e in (*self.chunks, *other.chunks)}
+        excluded = {(*e.place, *sorted(e.config.items())): e for e in (*self.excluded, *other.excluded)}
+        return Table(self.target, list(kernels.values()), list(chunks.values()), list(excluded.values()))
 
     def to_json(self) -> str:
         """The file's text: an entry on each line."""
@@ -151,7 +149,10 @@ def digest(folders: Sequence[Path]) -> str:
     """A hash over all tables: part of the key of a compiled module."""
     found = hashlib.sha256()
     for path in files(folders):
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        try:
+            found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        except OSError as error:
+            raise LoadError(f"{path}: cannot read the table ({error.strerror})") from None
     return found.hexdigest()
 
 

@@ -20,6 +20,7 @@ from ttmdsl.bench.subjects import Case, Subject, dims_at, initial_state, others,
 Key = tuple[str, tuple[int, ...], str, str]  # layer, shape, dtype, who
 
 APART = 5e-2  # a relative difference beyond what two ways of rounding to bfloat16 explain
+STEP = "decode step:"  # how a failure begins that leaves the other times as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Row:
     `graph_*` are of a replayed CUDA graph. `floor_*` is the time in which the tensors that must move are moved once, at
     the device's measured rate of copying. `first_*` are the seconds of the first forward and backward in a process of
     its own: cold with no cache, warm with what the cold one left on disk. `error` is the worst relative error against
-    float64, for a peer that of its y against ours. `failed` says why there are no times.
+    float64, for a peer that of its y against ours. `failed` says why there are no times, or none that count.
     """
 
     layer: str
@@ -137,10 +138,14 @@ def bench(cases: Iterable[Case], clock: Clock, wanted: Wanted, done: Container[K
                     mine = first(mine, case)
             yield mine
         if wanted.peers:
-            yield from _others(case, module, clock, wanted, done)
+            yield from _others(case, module, clock, wanted, done, trusted=not mine.failed)
 
 
-def _others(case: Case, module: Any, clock: Clock, wanted: Wanted, done: Container[Key]) -> Iterator[Row]:
+def _others(
+    case: Case, module: Any, clock: Clock, wanted: Wanted, done: Container[Key], trusted: bool
+) -> Iterator[Row]:
+    """The peers' rows; their y is compared with ours where that is `trusted`."""
+
     @functools.cache
     def expected() -> Any:
         return own(case, module, resolved(case)).only_forward()()
@@ -151,7 +156,7 @@ def _others(case: Case, module: Any, clock: Clock, wanted: Wanted, done: Contain
     for who, make in others(case, module, wanted.compiled):
         row = Row(case.layer, case.shape, case.dtype, who)
         if row.key not in done:
-            row = timed(row, make, clock, wanted, compare)
+            row = timed(row, make, clock, wanted, compare if trusted else None)
             if not row.failed and row.error is not None and row.error > APART:
                 row = replace(row, failed=f"its y is apart from ours by {row.error:.1e}: not the same function")
             yield row
@@ -179,13 +184,16 @@ def timed(
         row = replace(row, graph_forward=clock.graph_ms(forward), graph_both=clock.graph_ms(both))
         if wanted.kernels:
             row = replace(row, kernels=clock.kernels(both))
-        if wanted.step and subject.step:
-            step = subject.step()
-            row = replace(row, step=clock.ms(step), graph_step=clock.graph_ms(step))
         if compare:
             row = replace(row, error=compare(subject))
     except Exception as error:  # whatever a peer or a kernel raises is a result
         return replace(row, failed=f"{type(error).__name__}: {error}"[:300])
+    try:
+        if wanted.step and subject.step:
+            step = subject.step()
+            row = replace(row, step=clock.ms(step), graph_step=clock.graph_ms(step))
+    except Exception as error:
+        return replace(row, failed=f"{STEP} {type(error).__name__}: {error}"[:300])
     return row
 
 
