@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ttmdsl.bench import lab
-from ttmdsl.bench.lab import Worker
+from ttmdsl.bench.lab import GpuLab, Worker
 from ttmdsl.bench.subjects import Case
 from ttmdsl.bench.tune import Facts, Settings, Trial, candidates, tune
 from ttmdsl.errors import LoadError
@@ -189,6 +189,20 @@ def test_a_lost_process_is_what_is_wrong_with_a_trial() -> None:
             worker.ask(hang, Trial(CASE))
     finally:
         worker.stop()
+
+
+def test_a_laboratory_without_a_gpu_says_so_for_every_trial() -> None:
+    trials = [Trial(replace(CASE, device="cpu", backend="triton"), {"scan": {"num_warps": n}}) for n in (2, 4, 8)]
+    with GpuLab(2) as found:
+        texts = found.check(trials)
+        assert len(texts) == 3
+        assert all("no attribute" in text for text in texts)  # of the part that is defined where Triton runs
+        with pytest.raises(RuntimeError, match="no attribute"):
+            found.facts(trials[0])
+        with pytest.raises(RuntimeError, match="no attribute"):
+            found.times(trials[0])
+        processes = [worker._process for worker in found._workers]
+    assert not any(process.is_alive() for process in processes)
 
 
 def interpreted(layer: str, forced: dict[str, dict[str, int]]) -> tuple[Any, str, str, bool]:
