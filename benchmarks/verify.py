@@ -21,21 +21,16 @@ VARIANTS = (
 ).split()
 
 
-def parse(variant: str) -> tuple[str, dict[str, float]]:
-    """A layer's name and the constants after it."""
-    name, *pairs = variant.split(":")
-    return name, {k: float(v) for k, v in (p.split("=") for p in pairs)}
-
-
 def run(job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, object]]:
     """All comparisons of one variant."""
     import torch
 
     import ttmdsl
+    from ttmdsl.aot import parse_variant
     from ttmdsl.parity import Shape, parity
 
     variant, heads, tokens, dtypes = job
-    name, consts = parse(variant)
+    name, consts = parse_variant(variant)
     module = ttmdsl.load(name, **consts)
     rows = []
     for head in heads:

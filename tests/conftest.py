@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# whoever runs the tests may have tables of launch configurations of their own
+os.environ["TTM_TUNED_DIR"] = os.devnull
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what is found as what is expected")

@@ -171,7 +171,7 @@ def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype))
+    constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype), capability(job.target))
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
         argument: "constexpr"

@@ -23,9 +23,9 @@ from ttmdsl.resources import folder
 _SEAL = "# sha256 of the text above: "
 
 
-def key(text: str, consts: Mapping[str, float]) -> str:
-    """A hash over all that decides the emitted text."""
-    content = json.dumps([_compiler(), text, sorted(consts.items())])
+def key(text: str, consts: Mapping[str, float], tables: str = "") -> str:
+    """A hash over all that decides the emitted text; `tables` is the digest of the launch configurations."""
+    content = json.dumps([_compiler(), text, sorted(consts.items()), tables])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The command line: build, check, explain, show, aot and list.
+"""The command line: build, check, explain, show, aot, bench, tune and list.
 
 Input: arguments, without the program's name. Output: text or a table on stdout, and an exit status: 0, 1 for a failed
 check, 2 for a spec or an argument that is wrong. Computes nothing itself; a command imports what it needs.
@@ -121,6 +121,18 @@ def _aot(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from ttmdsl.bench.command import bench_command
+
+    return bench_command(arguments)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from ttmdsl.bench.command import tune_command
+
+    return tune_command(arguments)
+
+
 def _list(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
@@ -184,6 +196,13 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    numbers = _numbers(text)
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"expected B,T,H,D such as 8,2048,16,64, got {text!r}")
+    return tuple(numbers)
+
+
 def _parser() -> argparse.ArgumentParser:
     from ttmdsl.pipeline import STAGES
 
@@ -222,5 +241,39 @@ def _parser() -> argparse.ArgumentParser:
     aot.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs")
     aot.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at work (default 1)")
     aot.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    bench = command(_bench, "bench", "time layers beside their peers, checked first; a table, JSON and a plot over T")
+    tune = command(
+        _tune, "tune", "measure launch configurations on this GPU; what is compiled afterwards takes the best"
+    )
+    for timed in (bench, tune):
+        timed.add_argument(
+            "more", nargs="*", metavar="SPEC", help="more layers, as trellis:b=64; or all, for every one"
+        )
+        what = "a batch; may be given several times (default 8,2048,16,64 on a GPU, else 1,256,2,64)"
+        timed.add_argument("--shape", action="append", type=_shape, default=[], metavar="B,T,H,D", help=what)
+        timed.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the inputs")
+    bench.add_argument("--lengths", type=_numbers, metavar="T,T", help="the first shape at these lengths too")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="(default cuda, if there is one)")
+    bench.add_argument("--backend", default="auto", choices=("auto", "triton", "torch"), help="(default auto)")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write every row as soon as it is measured")
+    bench.add_argument("--resume", action="store_true", help="keep the rows of that file, and measure what it lacks")
+    bench.add_argument("--png", type=Path, metavar="FILE", help="draw times over T")
+    for name, default, what in (
+        ("peers", True, "the layer's peers that are installed; on a CPU the reference"),
+        ("check", True, "outputs and gradients against float64 first; what misses is not timed"),
+        ("step", True, "decode steps of 64 sequences"),
+        ("cold", False, "first calls in processes of their own, with and without caches"),
+        ("compiled", False, "the torch backend under torch.compile"),
+        ("kernels", False, "each kernel's share"),
+        ("brief", False, "shorten the autotuning of peers, which takes many minutes"),
+        ("insist", False, "have peers run what they refuse to for being wrong here: for times only"),
+    ):
+        option = argparse.BooleanOptionalAction
+        bench.add_argument(f"--{name}", action=option, default=default, help=what)
+    tune.add_argument(
+        "--budget", type=float, default=540, metavar="SECONDS", help="no new candidate after (default 540)"
+    )
+    tune.add_argument("--jobs", type=int, default=4, metavar="N", help="processes that compile and check (default 4)")
+    tune.add_argument("-o", "--output", type=Path, metavar="FILE", help="the table to extend (default: the user's own)")
     command(_list, "list", "list the shipped layers")
     return parser

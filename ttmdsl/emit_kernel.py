@@ -16,6 +16,7 @@ from ttmdsl.ir import Node, Program, constant
 from ttmdsl.kernel_form import READ, KernelForm, LoweredKernel
 from ttmdsl.printer import Names
 from ttmdsl.templates import literal, render
+from ttmdsl.tuning import NOTHING, Tables, tuned_table
 
 _LOCALS = LOCALS | {
     *("state", "lengths", "core", "read", "solve", "like", "T", "device", "wide", "scale", "query", "key", "value"),
@@ -85,10 +86,21 @@ def kernel_state(lowered: LoweredKernel) -> dict[str, s.Shape]:
     return state
 
 
-def kernel_sections(lowered: LoweredKernel) -> dict[str, str]:
-    """The source text of each backend."""
+def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[str, str]:
+    """The source text of each backend, with what the tables hold for its kernels."""
     spec = lowered.rule.spec
     sizes = _sizes(spec)
+    needs = {
+        "decays": any(f.decays for f in lowered.forms),
+        "averages": any(f.normalized for f in lowered.forms),
+        "weighs": any(f.additive for f in lowered.forms),
+        "evicts": any(f.last for f in lowered.forms),
+        "solves": any(not f.additive for f in lowered.forms),
+    }
+    # the kernels' text follows from these words alone
+    words = " ".join([*(name for name, needed in needs.items() if needed), *(["groups"] if lowered.batch > 1 else [])])
+    kernels = ["read", "queries", "rows", *(["solve", "adjoint"] if needs["solves"] else [])]
+    signatures = {f"_{name}_kernel": f"pairs {name}: {words}" for name in kernels}
     common: dict[str, object] = {
         "forms": [_text(spec, f, sizes) for f in lowered.forms],
         "leader": next(t.keyword for t in spec.tensors if t.kind != "param"),
@@ -100,11 +112,10 @@ def kernel_sections(lowered: LoweredKernel) -> dict[str, str]:
         "triton": render(
             "kernel_triton.py.j2",
             **common,
-            decays=any(f.decays for f in lowered.forms),
-            averages=any(f.normalized for f in lowered.forms),
-            weighs=any(f.additive for f in lowered.forms),
-            evicts=any(f.last for f in lowered.forms),
-            solves=any(not f.additive for f in lowered.forms),
+            **needs,
+            signatures=signatures,
+            tuned=tables.kernels(signatures),
+            tuned_table=tuned_table,
             kinds=_kinds,
         ),
     }

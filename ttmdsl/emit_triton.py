@@ -33,6 +33,7 @@ from ttmdsl.printer import Names
 from ttmdsl.spec import LayerSpec
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
+from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
@@ -69,6 +70,12 @@ class KernelText:
     again: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
+    signature: str = ""
+
+    @property
+    def way(self) -> str:
+        """How the kernel runs: a map, a scan, or a scan in reverse."""
+        return "reverse" if self.reverse else self.kind
 
     def pointer(self, name: str, value: str, dtype: str) -> str:
         """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""
@@ -211,6 +218,7 @@ def _printer(program: Program, spec: LayerSpec) -> TritonPrinter:
 def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     """The text of a scan kernel: a walk over the units of one sequence and head."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
+    text.signature = _signature(kernel, text.way)
     printer = _printer(kernel.program, spec)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
     role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
@@ -256,7 +264,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
 
 def write_map(spec: LayerSpec, kernel: Kernel) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
-    text = KernelText(kernel.name, _doc(kernel), kernel.kind)
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind))
     printer = _printer(kernel.program, spec)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
     leaves = kernel.leaves()
@@ -277,6 +285,7 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
     forward, backward = carries(form.forward), form.backward.outputs
     roots = list(backward.values())
+    text.signature = signature("token reverse", [*roots, *forward.values()])
     printer = _printer(form.backward, spec)
     nodes = reachable([*roots, *forward.values()])
     writer = KernelWriter(spec, text, nodes, "token", printer)
@@ -330,6 +339,10 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     for key, value in forward.items():
         text.after.append(writer.store_state("start", "d_", key, value.axes, "n * H + h", variables[key]))
     return text
+
+
+def _signature(kernel: Kernel, way: str) -> str:
+    return signature(f"{kernel.program.unit} {way}", kernel.roots, kernel.given)
 
 
 def _doc(kernel: Kernel) -> str:
@@ -398,10 +411,15 @@ def _form_texts(spec: LayerSpec, p: Plan, form: Form) -> FormTexts:
     )
 
 
-def emit_triton(lowered: Lowered) -> str:
-    """The section's source text."""
+def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
+    """The section's source text, with what the tables hold for its kernels."""
     spec = lowered.rule.spec
     *chunks, token = write_forms(lowered)
+    kernels = [k for form in (*chunks, token) for k in form.kernels()]
+    forms = {name: f for name, f in (("chunk", lowered.chunk), ("resumed", lowered.resumed)) if f is not None}
+    form_signatures = {
+        name: signature(name, [*f.forward.outputs.values(), *f.backward.outputs.values()]) for name, f in forms.items()
+    }
     programs = [f for f in (lowered.token, lowered.chunk, lowered.resumed) if f is not None]
     ops = {n.op for f in programs for q in (f.forward, f.backward) for n in q.nodes()}
     per_channel = bool(ops & {"decay_dot", "decay_mix", "decay_mix_t"})
@@ -411,6 +429,10 @@ def emit_triton(lowered: Lowered) -> str:
         "triton.py.j2",
         chunks=chunks,
         token=token,
+        form_signatures=form_signatures,
+        tuned=tables.kernels({k.name: k.signature for k in kernels}),
+        tuned_chunks=tables.chunks(form_signatures if lowered.batch == 1 else {}),
+        tuned_table=tuned_table,
         ops=ops,
         newton_schulz=NEWTON_SCHULZ,
         chunk=16 if "norm_scan" in ops else 32 if per_channel or vectors > 6 else 64,

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from ttmdsl import cache
+from ttmdsl import cache, tuning
 from ttmdsl.errors import LoadError
 from ttmdsl.names import snake_case
 from ttmdsl.options import Options
@@ -82,11 +82,11 @@ def constants(consts: Mapping[str, float]) -> dict[str, float]:
 
 def _module(text: str, filename: str, consts: Mapping[str, float]) -> ModuleType:
     consts = constants(consts)
-    key = cache.key(text, consts)
+    options = Options.from_environment()
+    key = cache.key(text, consts, tuning.digest(options.tuned))
     name = f"ttmdsl_generated.{key}"
     with _lock:
         if name not in sys.modules:
-            options = Options.from_environment()
 
             def build() -> str:
                 from ttmdsl.pipeline import compile_source

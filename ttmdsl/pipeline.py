@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttmdsl.options import Options
+from ttmdsl.tuning import NOTHING, Tables, read_all
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Job:
     text: str
     filename: str
     consts: Mapping[str, float]
+    tables: Tables = NOTHING
     done: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,12 +82,12 @@ def sections(job: Job) -> dict[str, str]:
     from ttmdsl.kernel_form import LoweredKernel
 
     if isinstance(job.done["lower"], LoweredKernel):
-        return kernel_sections(job.done["lower"])
+        return kernel_sections(job.done["lower"], job.tables)
     return {
         "reference": emit_reference(job.done["check"]),
         "prelude": emit_prelude(job.done["check"], job.done["lower"].prelude),
         "torch": emit_torch(job.done["lower"]),
-        "triton": emit_triton(job.done["lower"]),
+        "triton": emit_triton(job.done["lower"], job.tables),
     }
 
 
@@ -131,7 +133,7 @@ def compile_source(text: str, filename: str, consts: Mapping[str, float], option
 
 def run(text: str, filename: str, consts: Mapping[str, float], options: Options, after: str = STAGES[-1].name) -> Job:
     """Every stage up to and including `after`; each prints itself to `options.dump` if that is a folder."""
-    job = Job(text, filename, consts)
+    job = Job(text, filename, consts, read_all(options.tuned))
     for number, stage in enumerate(STAGES):
         job.done[stage.name] = stage.run(job)
         if options.dump is not None:

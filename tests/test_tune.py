@@ -1,0 +1,252 @@
+"""`ttmdsl tune`: what is chosen, by a laboratory that makes its numbers up; and the real one's processes, on a CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttmdsl.bench import lab
+from ttmdsl.bench.lab import GpuLab, Worker
+from ttmdsl.bench.subjects import Case
+from ttmdsl.bench.tune import Facts, Settings, Trial, candidates, tune
+from ttmdsl.errors import LoadError
+from ttmdsl.tuning import Entry, Table, read
+
+CASE = Case("delta_net", (8, 2048, 16, 64))
+SCAN = Entry(
+    "chunk scan 4 products 0", (64, 64, 64), 2, 128, {"num_warps": 4, "num_stages": 3, "block": 64}, triton="3.6"
+)
+MAP = Entry("chunk map 2 products 1", (64, 64, 64), 2, 128, {"num_warps": 4, "num_stages": 1}, triton="3.6")
+FORM = Entry("chunk 6 products 2", (64, 64), 2, 128, {"chunk": 64}, triton="3.6")
+
+
+class FakeLab:
+    """A GPU on which the scan takes 100 us, the map 50 us, and a negligible kernel 1 us, whatever their units, unless
+    `faster` says so; what `wrong` names is wrong, what `broken` names cannot be launched at all."""
+
+    def __init__(self, forms: Mapping[str, Entry] | None = None) -> None:
+        self.kernels = {"scan": SCAN, "map": MAP, "small": replace(MAP, kernel="chunk map 0 products 3")}
+        self.forms = forms or {}
+        self.faster: dict[tuple[str, tuple[tuple[str, int], ...]], float] = {}
+        self.wrong: list[dict[str, int]] = []
+        self.broken: list[dict[str, int]] = []
+        self.checked: list[Trial] = []
+        self.timed: list[Trial] = []
+
+    def facts(self, trial: Trial) -> Facts:
+        chunk = trial.forced.get("chunk", {}).get("chunk", 64)
+        kernels = {name: replace(e, tiles=(chunk, *e.tiles[1:])) for name, e in self.kernels.items()}
+        return Facts(kernels, self.forms)
+
+    def check(self, trials: Sequence[Trial]) -> list[str]:
+        self.checked += trials
+        return ["check: y 1.8e+00" if any(c in self.wrong for c in t.forced.values()) else "" for t in trials]
+
+    def times(self, trial: Trial) -> Mapping[str, float]:
+        assert trial in self.checked, "timed before it was checked"
+        self.timed.append(trial)
+        if any(config in self.broken for config in trial.forced.values()):
+            raise RuntimeError("OutOfResources: shared memory")
+        times = {"scan": 100.0, "map": 50.0, "small": 1.0}
+        for name, config in trial.forced.items():
+            us = self.faster.get((name, tuple(sorted(config.items()))))
+            if us is not None:
+                times["scan" if name == "chunk" else name] = us
+        return times
+
+
+def quick(name: str, us: float, **config: int) -> dict[tuple[str, tuple[tuple[str, int], ...]], float]:
+    return {(name, tuple(sorted(config.items()))): us}
+
+
+def tuned(fake: FakeLab, path: Path, **settings: float) -> tuple[Table, list[str]]:
+    said: list[str] = []
+    table = tune([CASE], "sm_90", path, Settings(**settings), fake, said.append)
+    assert read(path) == table
+    return table, said
+
+
+def test_the_fastest_right_configuration_is_chosen(tmp_path: Path) -> None:
+    fake = FakeLab()
+    best, faster = {"num_warps": 8, "num_stages": 2, "block": 64}, {"num_warps": 8, "num_stages": 1, "block": 32}
+    fake.faster = (
+        quick("scan", 60, **best) | quick("scan", 20, **faster) | quick("map", 49.5, num_warps=8, num_stages=1)
+    )
+    fake.wrong = [faster]
+    fake.broken = [{"num_warps": 4, "num_stages": 4, "block": 64}]
+    table, said = tuned(fake, tmp_path / "new" / "sm_90.json")
+    scan, kept = table.kernels
+    assert (scan.config, scan.us, scan.default_us, scan.triton) == (best, 60, 100, "3.6")
+    assert scan.place == SCAN.place
+    assert kept.config == MAP.config  # one percent is no gain
+    assert {e.why for e in table.excluded} == {"check: y 1.8e+00", "OutOfResources: shared memory"}
+    assert [e.config for e in table.excluded] == [faster, fake.broken[0]] or len(table.excluded) == 2
+    assert said[0].endswith("scan: num_warps=8 num_stages=2 block=64: 60 us, by the rules 100 us")
+    assert len(said) == 2  # the negligible kernel stays as it is
+    assert all(trial.forced.get("scan") != faster for trial in fake.timed)
+
+
+def test_the_tokens_of_a_unit_come_first(tmp_path: Path) -> None:
+    fake = FakeLab({"chunk": FORM})
+    fake.faster = quick("chunk", 10, chunk=32)
+    table, _ = tuned(fake, tmp_path / "sm_90.json")
+    assert [e.config for e in table.chunks] == [{"chunk": 32}]
+    assert all(e.tiles[0] == 32 for e in table.kernels)  # tuned in units of that length
+    kernels = [trial for trial in fake.timed if "map" in trial.forced]
+    assert kernels
+    assert all(trial.forced["chunk"] == {"chunk": 32} for trial in kernels)
+
+
+def test_a_table_is_extended(tmp_path: Path) -> None:
+    path = tmp_path / "sm_90.json"
+    old = Table("sm_90", [replace(SCAN, config={"num_warps": 1}), replace(SCAN, kernel="another")], [FORM])
+    path.write_text(old.to_json())
+    table, _ = tuned(FakeLab(), path)
+    assert {e.kernel for e in table.kernels} == {"another", SCAN.kernel, MAP.kernel}
+    assert next(e for e in table.kernels if e.kernel == SCAN.kernel).config == SCAN.config
+    assert table.chunks == [FORM]
+    with pytest.raises(LoadError, match="a table for sm_90, and this GPU is sm_80"):
+        tune([CASE], "sm_80", path, Settings(), FakeLab())
+
+
+def test_the_budget_ends_it_and_what_was_found_is_kept(tmp_path: Path) -> None:
+    moments = iter([0.0, 1.0, 2.0, 11.0, 12.0, 13.0])
+    said: list[str] = []
+    path = tmp_path / "sm_90.json"
+    table = tune([CASE, CASE], "sm_90", path, Settings(10), FakeLab(), said.append, lambda: next(moments))
+    assert [e.kernel for e in table.kernels] == [SCAN.kernel]
+    assert said[1:] == ["delta_net 8,2048,16,64: no time left"] * 2
+    assert read(path) == table
+
+
+def test_what_the_rules_get_wrong_is_said(tmp_path: Path) -> None:
+    fake = FakeLab()
+    fake.check = lambda trials: ["check: grad k 3.0e-01"] * len(trials)  # type: ignore[method-assign]
+    said: list[str] = []
+    table = tune([CASE], "sm_90", tmp_path / "sm_90.json", Settings(), fake, said.append)
+    assert said == ["delta_net 8,2048,16,64: by the rules: check: grad k 3.0e-01"]
+    assert table == Table("sm_90")
+    assert not (tmp_path / "sm_90.json").exists()
+
+
+def test_candidates_are_what_a_kernel_can_make_use_of() -> None:
+    scans = candidates(SCAN)
+    assert len(scans) == 2 * 4 * 2
+    assert {c["block"] for c in scans} == {32, 64}
+    assert {c["block"] for c in candidates(replace(SCAN, tiles=(64, 128, 128)))} == {32, 64, 128}
+    assert [c["num_warps"] for c in candidates(MAP)] == [2, 4, 8]
+    assert all("block" not in c and c["num_stages"] == 1 for c in candidates(MAP))
+    assert {c["num_warps"] for c in candidates(replace(SCAN, kernel="token scan 0 products 5"))} == {1, 2, 4, 8}
+    assert {c["block"] for c in candidates(replace(SCAN, kernel="pairs read: weighs"))} == {32, 64}
+
+
+# ---- processes ----------------------------------------------------------------------------------------------
+
+
+def crash(trial: Trial) -> None:
+    os._exit(11)
+
+
+def hang(trial: Trial) -> None:
+    time.sleep(60)
+
+
+def process(trial: Trial) -> int:
+    return os.getpid()
+
+
+def refuse(trial: Trial) -> None:
+    raise ValueError("too large")
+
+
+def lose_the_device(trial: Trial) -> None:
+    raise ValueError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_lost_process_is_what_is_wrong_with_a_trial() -> None:
+    worker = Worker(patience=20)
+    try:
+        first = worker.ask(process, Trial(CASE))
+        with pytest.raises(RuntimeError, match="ValueError: too large"):
+            worker.ask(refuse, Trial(CASE))
+        assert worker.ask(process, Trial(CASE)) == first
+        with pytest.raises(RuntimeError, match="took its process down"):
+            worker.ask(crash, Trial(CASE))
+        second = worker.ask(process, Trial(CASE))
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            worker.ask(lose_the_device, Trial(CASE))
+        assert len({first, second, worker.ask(process, Trial(CASE))}) == 3
+        worker.patience = 0.2
+        with pytest.raises(RuntimeError, match="no answer within 0 s"):
+            worker.ask(hang, Trial(CASE))
+    finally:
+        worker.stop()
+
+
+def test_a_laboratory_without_a_gpu_says_so_for_every_trial() -> None:
+    trials = [Trial(replace(CASE, device="cpu", backend="triton"), {"scan": {"num_warps": n}}) for n in (2, 4, 8)]
+    with GpuLab(2) as found:
+        texts = found.check(trials)
+        assert len(texts) == 3
+        assert all("no attribute" in text for text in texts)  # of the part that is defined where Triton runs
+        with pytest.raises(RuntimeError, match="no attribute"):
+            found.facts(trials[0])
+        with pytest.raises(RuntimeError, match="no attribute"):
+            found.times(trials[0])
+        processes = [worker._process for worker in found._workers]
+    assert not any(process.is_alive() for process in processes)
+
+
+def interpreted(layer: str, forced: dict[str, dict[str, int]]) -> tuple[Any, str, str, bool]:
+    """In the process that interprets kernels: facts and checks of a trial, and whether the module is left as it was."""
+    trial = Trial(Case(layer, (1, 130, 1, 16), "float32", "cpu", "triton"), forced)
+    module = trial.case.load()
+    before = module._measured
+    found = lab.facts(trial), lab.check(trial)
+    right = module._triton
+    module._triton = lambda *args: (lambda y, state: (2 * y, state))(*right(*args))
+    try:
+        wrong = lab.check(trial)
+    finally:
+        module._triton = right
+    return *found, wrong, module._measured is before and not getattr(module, "_fitting", {})
+
+
+def test_facts_and_checks_of_a_trial(interpreter: ProcessPoolExecutor) -> None:
+    forced = {"chunk": {"chunk": 32}, "_chunk_forward_scan_kernel": {"num_warps": 1, "block": 16}}
+    facts, right, wrong, clean = interpreter.submit(interpreted, "delta_net", forced).result()
+    assert (right, clean) == ("", True)
+    assert wrong.startswith("check: y 1.0e+00")
+    assert set(facts.forms) == {"chunk"}
+    assert facts.forms["chunk"].config == {"chunk": 32}
+    scan = facts.kernels["_chunk_forward_scan_kernel"]
+    assert scan.kernel.startswith("chunk scan 5 products ")
+    assert (scan.tiles, scan.bytes, scan.lanes) == ((32, 16, 16), 4, 1)
+    assert scan.config == {"num_warps": 1, "num_stages": 3, "block": 16}
+    assert not any(name.startswith("_token") for name in facts.kernels)  # it did not run
+
+
+def test_a_configuration_that_found_no_room_is_said_to() -> None:
+    launches = {("_a_kernel", 1): ({"P_d": 64}, {"num_warps": 8, "num_stages": 2})}
+    module = SimpleNamespace(_fitting=launches)
+    asked = {"_a_kernel": {"num_warps": 8, "num_stages": 3, "block": 64}, "_b_kernel": {"num_warps": 4}}
+    assert lab.refused(module, Trial(CASE, asked)) == "no room on the device: _a_kernel"
+    asked["_a_kernel"] = {"num_warps": 8, "num_stages": 2, "block": 64}
+    assert lab.refused(module, Trial(CASE, asked)) == ""
+
+
+def test_facts_of_a_layer_in_kernel_form(interpreter: ProcessPoolExecutor) -> None:
+    facts, right, _, clean = interpreter.submit(interpreted, "swa", {"_read_kernel": {"block": 32}}).result()
+    assert (right, clean) == ("", True)
+    assert facts.forms == {}
+    assert facts.kernels["_read_kernel"].config == {"num_warps": 4, "num_stages": 2, "block": 32}
+    assert facts.kernels["_rows_kernel"].config["block"] == 64
+    assert facts.kernels["_read_kernel"].kernel == "pairs read: averages weighs evicts"

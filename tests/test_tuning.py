@@ -1,0 +1,282 @@
+"""Tuned tables: files, nearest places, what a module carries and launches with, and the key of the cache."""
+
+from __future__ import annotations
+
+import ast
+import json
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ttmdsl
+from ttmdsl import cache
+from ttmdsl.aot import compile_all
+from ttmdsl.errors import LoadError
+from ttmdsl.loader import read as read_spec
+from ttmdsl.options import SHIPPED, Options
+from ttmdsl.pipeline import run
+from ttmdsl.tuning import Entry, Table, Tables, digest, files, read, read_all, tuned_table
+
+SCAN = "_chunk_forward_scan_kernel"
+
+
+def signatures(layer: str, **consts: float) -> dict[str, Any]:
+    """`KERNEL_SIGNATURES` and `FORM_SIGNATURES` of a layer's module, read from its text."""
+    text, filename = read_spec(layer)
+    source = run(text, filename, consts, Options(cache=Path())).done["emit"]
+    assigned = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
+    names = ((node.targets[0], node.value) for node in assigned)
+    return {n.id: ast.literal_eval(v) for n, v in names if isinstance(n, ast.Name) and n.id.endswith("_SIGNATURES")}
+
+
+def write(folder: Path, table: Table) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{table.target}.json").write_text(table.to_json(), encoding="utf-8")
+
+
+def entry(kernel: str, tiles: tuple[int, ...] = (64, 64, 64), lanes: int = 128, **config: int) -> Entry:
+    return Entry(kernel, tiles, 2, lanes, config)
+
+
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    wrong = Entry("a", (64,), 2, 128, {"block": 32}, triton="3.6.0", why="wrong by 1.8")
+    table = Table("sm_90", [entry("a", num_warps=8)], [entry("f", chunk=32)], [wrong])
+    write(tmp_path, table)
+    assert read(tmp_path / "sm_90.json") == table
+    assert json.loads((tmp_path / "sm_90.json").read_text())["kernels"][0]["config"] == {"num_warps": 8}
+
+
+def test_the_users_table_counts_before_the_shipped_one(tmp_path: Path) -> None:
+    write(tmp_path / "a", Table("sm_90", [entry("k", num_warps=4), entry("l", num_warps=4)]))
+    write(tmp_path / "b", Table("sm_90", [entry("k", num_warps=8)], excluded=[entry("k", num_warps=2)]))
+    tables = read_all([tmp_path / "a", tmp_path / "nowhere", tmp_path / "b"])
+    assert {e.kernel: e.config["num_warps"] for e in tables.by_capability[90].kernels} == {"k": 8, "l": 4}
+    assert len(tables.by_capability[90].excluded) == 1
+
+
+PLACE = '"kernel": "k", "tiles": [1], "bytes": 2, "lanes": 1'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "list indices"),
+        ('{"target": "h100"}', "expected a GPU such as sm_90, got 'h100'"),
+        ('{"kernels": []}', "'target' is missing"),
+        (f'{{"target": "sm_90", "kernels": [{{{PLACE.replace("1", "0")}, "config": {{}}}}]}}', "positive"),
+        (f'{{"target": "sm_90", "kernels": [{{{PLACE}, "config": {{"x": 1}}}}]}}', "expected one of"),
+        (f'{{"target": "sm_90", "kernels": [{{{PLACE}, "config": {{"num_warps": 3}}}}]}}', "(1, 2, 4, 8) for"),
+        ('{"target": "sm_90", "kernels": [{"kernel": "k"}]}', "'tiles' is missing"),
+    ],
+)
+def test_a_damaged_table_says_where(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "sm_90.json").write_text(text)
+    with pytest.raises(LoadError, match=r"sm_90\.json: not a table of launch configurations") as caught:
+        read_all([tmp_path])
+    assert message in str(caught.value)
+
+
+def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "sm_90.json").mkdir()
+    with pytest.raises(LoadError, match="cannot read the table"):
+        digest([tmp_path])
+
+
+def test_the_shipped_tables_hold() -> None:
+    read_all([SHIPPED])
+    assert all(path.name == f"{read(path).target}.json" for path in files([SHIPPED]))
+
+
+# ---- signatures ---------------------------------------------------------------------------------------------
+
+
+def test_a_signature_knows_no_names() -> None:
+    spec = (
+        "layer A { dim d_k, d_v\n input q[d_k], k[d_k], v[d_v]\n memory S[d_v, d_k]\n bias -<S @ k, v>\n read S @ q }"
+    )
+    other = (
+        spec.replace("d_k", "left").replace("d_v", "right").replace("S", "M").replace("q", "w").replace("A {", "Z {")
+    )
+    kernels = [ttmdsl_signatures(text) for text in (spec, other, spec.replace("-<", "-2 * <"))]
+    assert kernels[0] == kernels[1] != kernels[2]
+    shipped = signatures("linear_attention")["KERNEL_SIGNATURES"]
+    assert kernels[0] == shipped
+
+
+def ttmdsl_signatures(text: str) -> dict[str, str]:
+    from ttmdsl.emit_triton import write_forms
+
+    lowered = run(text, "", {}, Options(cache=Path()), after="lower").done["lower"]
+    return {k.name: k.signature for form in write_forms(lowered) for k in form.kernels()}
+
+
+def test_kernels_of_a_layer_have_signatures_of_their_own() -> None:
+    for layer in ("gated_delta_net", "titans_linear", "swa", "dot"):
+        found = signatures(layer)["KERNEL_SIGNATURES"]
+        assert len(set(found.values())) == len(found) > 2
+    assert signatures("gated_delta_net") == signatures("gated_delta_net")
+    assert set(signatures("titans_linear")["FORM_SIGNATURES"]) == {"chunk", "resumed"}
+
+
+# ---- in a module --------------------------------------------------------------------------------------------
+
+
+def lookup(tables: Tables, names: dict[str, str]) -> Any:
+    """The module's own `_measured`, over what the module would carry."""
+    from ttmdsl.templates import render
+
+    found: dict[str, Any] = {}
+    text = render("triton_tuned.py.j2", tuned=tables.kernels(names), tuned_table=tuned_table)
+    exec("import functools, math\ntorch = __import__('torch')\n" + text, found)
+    return lambda *place: found["_measured"](found["_TUNED"], *place)
+
+
+def test_the_nearest_place_counts() -> None:
+    sm_90 = Table(
+        "sm_90",
+        [
+            entry("k", (64, 64, 64), num_warps=1),
+            entry("k", (64, 128, 128), num_warps=2),
+            entry("k", (64, 128, 128), lanes=16, num_warps=4),
+        ],
+    )
+    tables = Tables({90: sm_90, 80: Table("sm_80", [entry("k", (64, 64, 64), num_warps=8)])})
+    at = lookup(tables, {"a_kernel": "k"})
+    assert at("a_kernel", (64, 64, 64), 2, 128, 90) == {"num_warps": 1}
+    assert at("a_kernel", (64, 128, 128), 2, 256, 90) == {"num_warps": 2}
+    assert at("a_kernel", (64, 128, 128), 2, 20, 90) == {"num_warps": 4}  # few heads
+    assert at("a_kernel", (64, 64, 64), 2, 128, 89) == {"num_warps": 8}  # the same generation
+    assert at("a_kernel", (64, 64, 64), 2, 128, 100) == {"num_warps": 1}
+    assert at("a_kernel", (64, 64, 32), 2, 128, 90) == {"num_warps": 1}  # one tile of half the size
+    assert at("a_kernel", (64, 32, 32), 2, 128, 90) == {}  # too far: the rules
+    assert at("a_kernel", (64, 64, 64), 4, 128, 90) == {}  # float32
+    assert at("b_kernel", (64, 64, 64), 2, 128, 90) == {}
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TTM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TTM_TUNED_DIR", str(tmp_path / "tuned"))
+    return tmp_path / "tuned"
+
+
+def test_a_table_is_part_of_the_key(tuned: Path) -> None:
+    before = ttmdsl.load("delta_net")
+    write(tuned, Table("sm_90", [entry(signatures("delta_net")["KERNEL_SIGNATURES"][SCAN], num_warps=8)]))
+    after = ttmdsl.load("delta_net")
+    assert before is not after
+    assert after is ttmdsl.load("delta_net")
+    text = Path(str(after.__file__)).read_text(encoding="utf-8")
+    assert '(64, 64, 64), 2, 128, {"num_warps": 8}' in text
+    assert '"num_warps": 8}' not in Path(str(before.__file__)).read_text(encoding="utf-8")
+    assert cache.key("a", {}, digest([tuned])) != cache.key("a", {}, digest([]))
+
+
+def steer(folder: Path, layer: str, **config: int) -> None:
+    """A table that sends every kernel of a layer to one configuration, in float32 and bfloat16."""
+    found = signatures(layer)
+    chunk = {"chunk": config.pop("chunk")} if "chunk" in config else {}
+    kernels, chunks = [], []
+    for bytes_ in (2, 4):
+        for n in (16, 32, 64):
+            for tokens in (16, 32, 64, 128):
+                tiles = (tokens, n, n)
+                kernels += [Entry(s, tiles, bytes_, 1, config) for s in found["KERNEL_SIGNATURES"].values()]
+            chunks += [Entry(s, (n, n), bytes_, 1, chunk) for s in found.get("FORM_SIGNATURES", {}).values() if chunk]
+    write(folder, Table("sm_0", kernels, chunks))  # what an interpreted kernel runs on
+
+
+def compared(layer: str, folder: str) -> tuple[list[str], dict[str, Any]]:
+    """In the process that interprets kernels: what misses, and what was launched."""
+    import os
+
+    import torch
+
+    from ttmdsl.parity import Shape, parity
+
+    os.environ["TTM_TUNED_DIR"] = folder
+    try:
+        module = ttmdsl.load(layer)
+        shapes = [Shape("T=70", tokens=70, dims=(20, 20), state=False), Shape("T=64", tokens=64, dims=(20,))]
+        rows = parity(module, dtypes=(torch.float32,), shapes=shapes, backends=("triton",))
+        assert rows
+        constants, options = module.kernel_constants(SCAN, {"d_k": 20, "d_v": 20}, torch.float32, 0)
+        assert {key[-8] for key in module._fitting} == {constants["BT"]}
+        found = {name: constants[name] for name in ("LEN", "P_d_v")}
+        return [f"{r.shape}: {r.quantity} {r.error:.1e}" for r in rows if not r.ok], found | options
+    finally:
+        del os.environ["TTM_TUNED_DIR"]
+
+
+def test_launches_take_what_the_table_says(tuned: Path, interpreter: ProcessPoolExecutor) -> None:
+    for config in ({"chunk": 32, "block": 16, "num_warps": 2}, {"chunk": 128, "num_stages": 1}):
+        steer(tuned, "gated_delta_net", **config)
+        misses, found = interpreter.submit(compared, "gated_delta_net", str(tuned)).result()
+        assert misses == []
+        assert found["LEN"] == config["chunk"]
+        assert found["P_d_v"] == config.get("block", 32)
+        assert found["num_warps"] == config.get("num_warps", 4)
+        assert found["num_stages"] == config.get("num_stages", 3)
+
+
+def test_kernels_ahead_of_time_take_what_the_table_says(tuned: Path) -> None:
+    kernel = signatures("linear_attention")["KERNEL_SIGNATURES"][SCAN]
+    write(tuned, Table("sm_90", [entry(kernel, num_warps=8, num_stages=2, block=64)]))
+    rows = {row.kernel: row for row in compile_all(["linear_attention"], [64], ["sm_90"])}
+    assert not any(row.error for row in rows.values())
+    assert rows[SCAN].warps == 8
+    assert {row.warps for name, row in rows.items() if name.startswith("_chunk") and name != SCAN} == {4}
+
+
+def test_what_finds_no_room_gives_way_to_the_rules(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(launches_on_a_small_device).result() == [
+        ("measured", 3),
+        ("measured", 2),
+        ("measured", 1),
+        ("rules", 3),
+        ("rules", 2),
+    ]
+
+
+def launches_on_a_small_device() -> list[tuple[str, int]]:
+    """In the process that interprets kernels: the launches of a kernel that has room for no block of 32."""
+    import torch
+    import triton
+
+    module = ttmdsl.load("linear_attention")
+    tried: list[tuple[str, int]] = []
+
+    class Kernel:
+        fn = SimpleNamespace(__name__=SCAN)
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*pointers: Any, **options: Any) -> None:
+                assert grid == ((64 // options["P_d_v"]), 2)
+                measured = options["P_d_v"] == 32
+                tried.append(("measured" if measured else "rules", options["num_stages"]))
+                if measured or options["num_stages"] > 2:
+                    raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
+
+            return launch
+
+    original = module._measured
+    module._measured = lambda *_, **__: {"block": 32, "num_stages": 3}
+    try:
+        schedule = module._schedule(
+            "chunk", (0, 64), (0,), 2, (("d_k", 64), ("d_v", 64)), torch.float32, torch.device("cpu")
+        )
+        schedule.launch(Kernel(), ())
+        schedule.launch(Kernel(), ())
+    finally:
+        module._measured = original
+        module._fitting.clear()
+        module._schedule.cache_clear()
+    assert tried.pop() == ("rules", 2)  # the second launch knows what fits
+    return tried

@@ -1,0 +1,63 @@
+"""A first call in a process of its own: what a user waits for before the first output and gradients.
+
+Input: a `Case`; as a program, its fields as JSON. Output: the seconds from `import ttmdsl` to the end of the first
+forward and backward pass; importing torch and starting the GPU do not count. Measures nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ttmdsl.bench.subjects import Case
+
+_CACHES = ("TTM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+_PACKAGES = str(Path(__file__).parents[2])
+
+
+def cold_and_warm(case: Case) -> tuple[float, float]:
+    """Seconds with empty caches, and in a second process with what the first left on disk."""
+    with tempfile.TemporaryDirectory(prefix="ttmdsl_") as folder:
+        caches = {name: str(Path(folder) / name.lower()) for name in _CACHES}
+        return in_process(case, caches), in_process(case, caches)
+
+
+def in_process(case: Case, environment: dict[str, str] | None = None) -> float:
+    """Seconds of the first call, in a new process. RuntimeError if it fails."""
+    paths = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": paths, **(environment or {})}
+    command = [sys.executable, "-m", "ttmdsl.bench.first", json.dumps(asdict(case))]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    """Makes the first call and prints its seconds."""
+    fields = json.loads(sys.argv[1])
+    import torch
+
+    if fields["device"] == "cuda":
+        torch.zeros(1, device="cuda")
+    began = time.perf_counter()
+    from ttmdsl.bench.measure import resolved
+    from ttmdsl.bench.subjects import Case, own
+
+    case = Case(**{**fields, "shape": tuple(fields["shape"])})
+    own(case, case.load(), resolved(case)).both()()
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+    print(time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Which launch configuration is the fastest, kernel by kernel: the table that later compilations take it from.
+
+Input: `Case`s, and a `Lab` that knows this GPU. Output: a `Table`, written to its file whenever something was found.
+A configuration is timed only after outputs and all gradients agreed with float64 under it; one that is wrong, or fails,
+is recorded as excluded. The tokens of a unit come first, where the layer leaves them free; then every kernel that takes
+time, the longest first, the others launched by the rules. Touches no GPU itself: lab.py does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from ttmdsl.bench.subjects import Case
+from ttmdsl.cache import write_atomically
+from ttmdsl.errors import LoadError
+from ttmdsl.tuning import Entry, Table, read
+
+Config = Mapping[str, int]
+Times = Mapping[str, float]  # microseconds of each kernel in a forward and backward pass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`budget`: seconds after which nothing new is begun. `margin`: what a configuration must gain over the rules' own.
+    `negligible`: the share of a pass below which a kernel stays with the rules."""
+
+    budget: float = 540.0
+    margin: float = 0.02
+    negligible: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a trial launches, kernels and forms whose units may have any length, by name.
+
+    Each is an `Entry`: its place, the configuration that the rules choose, and Triton's version.
+    """
+
+    kernels: Mapping[str, Entry]
+    forms: Mapping[str, Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A case with some kernels and forms launched in a way of their own, the others by the rules."""
+
+    case: Case
+    forced: Mapping[str, Config] = field(default_factory=dict)
+
+
+class Lab(Protocol):
+    """A GPU and the processes that use it."""
+
+    def facts(self, trial: Trial) -> Facts:
+        """RuntimeError where the trial fails."""
+
+    def check(self, trials: Sequence[Trial]) -> list[str]:
+        """For each what is wrong with it, or an empty string."""
+
+    def times(self, trial: Trial) -> Times:
+        """RuntimeError where the trial fails."""
+
+
+def tune(
+    cases: Iterable[Case],
+    target: str,
+    path: Path,
+    settings: Settings,
+    lab: Lab,
+    say: Callable[[str], None] = print,
+    now: Callable[[], float] = time.monotonic,
+) -> Table:
+    """Measures until all is done or the budget is spent; returns the table as it is on disk then."""
+    table = read(path) if path.exists() else Table(target)
+    if table.target != target:
+        raise LoadError(f"{path}: a table for {table.target}, and this GPU is {target}")
+    end = now() + settings.budget
+    for case in cases:
+        head = f"{case.layer} {','.join(map(str, case.shape))}"
+        try:
+            for what, part in _tuned(case, target, settings, lab, lambda: now() > end):
+                say(f"{head} {what}")
+                table = table.merge(part)
+                _write(path, table)
+        except RuntimeError as error:
+            say(f"{head}: {error}")
+    return table
+
+
+def _write(path: Path, table: Table) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, table.to_json())
+    except OSError as error:
+        raise LoadError(f"{path}: cannot write the table ({error.strerror})") from None
+
+
+def _tuned(
+    case: Case, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
+) -> Iterator[tuple[str, Table]]:
+    """What was found out about each form and kernel of a case, as soon as it was."""
+    if late():
+        raise RuntimeError("no time left")
+    plain = Trial(case)
+    wrong = lab.check([plain])[0]
+    if wrong:
+        raise RuntimeError(f"by the rules: {wrong}")
+    base = lab.times(plain)
+    for name, entry in lab.facts(plain).forms.items():
+        chosen, excluded = _best(plain, name, entry, [{"chunk": n} for n in (32, 64, 128)], lab, settings)
+        yield f"{name}: {_line(chosen)}", Table(target, chunks=[chosen], excluded=excluded)
+        if chosen.config != entry.config:
+            plain = Trial(case, {**plain.forced, name: chosen.config})
+            base = lab.times(plain)
+    kernels = lab.facts(plain).kernels
+    for name in sorted(kernels, key=lambda name: -base.get(name, 0.0)):
+        if late():
+            raise RuntimeError("no time left")
+        if base.get(name, 0.0) > settings.negligible * sum(base.values()):
+            chosen, excluded = _best(plain, name, kernels[name], candidates(kernels[name]), lab, settings)
+            yield f"{name}: {_line(chosen)}", Table(target, kernels=[chosen], excluded=excluded)
+
+
+def candidates(entry: Entry) -> list[Config]:
+    """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim."""
+    unit, way, *_ = entry.kernel.split()
+    warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
+    stages = (1,) if way == "map" else (1, 2) if unit == "token" else (1, 2, 3, 4)
+    widest = max(entry.tiles)
+    blocks = [n for n in (32, 64, 128) if n <= widest] if "block" in entry.config else [0]
+    found = itertools.product(warps, stages, blocks)
+    return [{"num_warps": w, "num_stages": s} | ({"block": b} if b else {}) for w, s, b in found]
+
+
+def _best(
+    plain: Trial, name: str, entry: Entry, configs: Sequence[Config], lab: Lab, settings: Settings
+) -> tuple[Entry, list[Entry]]:
+    """The fastest of the configurations that are right, and those that are not."""
+    trials = [Trial(plain.case, {**plain.forced, name: config}) for config in configs if config != entry.config]
+    default = _microseconds(lab.times(plain), name)
+    best, excluded = replace(entry, us=default, default_us=default), []
+    for trial, why in zip(trials, lab.check(trials), strict=True):
+        config = dict(trial.forced[name])
+        try:
+            if why:
+                raise RuntimeError(why)
+            us = _microseconds(lab.times(trial), name)
+        except RuntimeError as error:
+            excluded.append(replace(entry, config=config, why=str(error)[:200]))
+            continue
+        if us < min(best.us, (1 - settings.margin) * default):
+            best = replace(best, config=config, us=us)
+    return best, excluded
+
+
+def _microseconds(times: Times, name: str) -> float:
+    """Of one kernel, or of all where the name is a form's."""
+    return round(times[name] if name in times else sum(times.values()), 1)
+
+
+def _line(chosen: Entry) -> str:
+    config = " ".join(f"{key}={value}" for key, value in chosen.config.items())
+    return f"{config}: {chosen.us:.0f} us, by the rules {chosen.default_us:.0f} us"
