@@ -1,4 +1,4 @@
-"""Gates next to 0 and 1, decays of e^-20, keys of norm 10: finite, and no further from float64 than rounding explains."""
+"""Gates next to 0 and 1, decays of e^-20, keys of norm 10: finite, and no further off than rounding explains."""
 
 from __future__ import annotations
 
