@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ttmdsl.bench.clock import Clock
-from ttmdsl.bench.subjects import Case, Subject, dims_at, initial_state, others, own, tensors
+from ttmdsl.bench.subjects import DECODED, Case, Subject, dims_at, initial_state, others, own, tensors
 
 Key = tuple[str, tuple[int, ...], str, str]  # layer, shape, dtype, who
 
@@ -46,6 +46,7 @@ class Row:
     peak: float | None = None
     floor_forward: float | None = None
     floor_both: float | None = None
+    floor_step: float | None = None
     first_cold: float | None = None
     first_warm: float | None = None
     error: float | None = None
@@ -69,16 +70,21 @@ class Wanted:
     kernels: bool = False
 
 
-def moved(module: Any, case: Case) -> tuple[int, int]:
+def moved(module: Any, case: Case) -> tuple[int, int, int]:
     """Bytes that forward must move, inputs and y, and that forward and backward must: the inputs and the cotangent once
-    more, and the gradients; for q, k, v and y alike eleven tensors. Memories stay on the chip."""
+    more, and the gradients; for q, k, v and y alike eleven tensors. Memories stay on the chip. Third, the bytes of a
+    step's states, read and written."""
     small = replace(case, shape=(1, 1, *case.shape[2:]), device="cpu")
     x, state = tensors(module, small), initial_state(module, small)
     with torch.no_grad():
-        y = module.op(**x, initial_state=state, backend="torch")[0]
+        y, final = module.op(**x, initial_state=state, output_final_state=True, backend="torch")
     tokens = case.shape[0] * case.shape[1]
     read = sum(t.nbytes * (1 if name in module.PARAMS else tokens) for name, t in x.items())
-    return read + tokens * y.nbytes, 3 * read + 2 * tokens * y.nbytes
+    return (
+        read + tokens * y.nbytes,
+        3 * read + 2 * tokens * y.nbytes,
+        2 * DECODED * sum(t.nbytes for t in final.values()),
+    )
 
 
 def resolved(case: Case) -> str:
@@ -132,7 +138,7 @@ def bench(cases: Iterable[Case], clock: Clock, wanted: Wanted, done: Container[K
             mine = replace(mine, error=error, failed=failed)
             if not failed:
                 floor = [1000 * count / rate() for count in moved(module, case)]
-                mine = replace(mine, floor_forward=floor[0], floor_both=floor[1])
+                mine = replace(mine, floor_forward=floor[0], floor_both=floor[1], floor_step=floor[2])
                 mine = timed(mine, lambda c=case, m=module: own(c, m, resolved(c)), clock, wanted)  # type: ignore[misc]
                 if wanted.cold:
                     mine = first(mine, case)
