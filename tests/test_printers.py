@@ -54,7 +54,7 @@ def backend(source: str, name: str) -> str:
 
 
 # what a kernel's frame works out before it is known what the body loads
-PLACE = re.compile(r"alive|head|row|offset|[om]_\w+")
+PLACE = re.compile(r"alive|head|row|offset|u|[om]_\w+")
 
 
 def test_no_assignment_is_dead(source: str) -> None:

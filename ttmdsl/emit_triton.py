@@ -33,6 +33,7 @@ from ttmdsl.printer import Names
 from ttmdsl.spec import LayerSpec
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
+from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table
 
 LOCALS = frozenset(
@@ -376,9 +377,12 @@ class FormTexts:
     carried: list[str]
     saved: dict[str, Axes] = field(default_factory=dict)
     saved_late: dict[str, Axes] = field(default_factory=dict)
+    carry: KernelText | None = None
+    transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
     def kernels(self) -> tuple[KernelText, ...]:
-        return self.forward + self.backward
+        parts = (self.carry,) if self.carry else ()
+        return self.forward + self.backward + parts + tuple(text for _, text in self.transfers)
 
 
 def write_forms(lowered: Lowered) -> list[FormTexts]:
@@ -408,6 +412,8 @@ def _form_texts(spec: LayerSpec, p: Plan, form: Form) -> FormTexts:
         [k for k, _ in scans[0].carried],
         {saved_name(b, n): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n): n.axes for k in p.backward for n in k.saves},
+        write_scan(spec, p.parts.carry) if p.parts else None,
+        tuple((t, write_scan(spec, kernel)) for t, kernel in p.parts.transfers) if p.parts else (),
     )
 
 
@@ -437,6 +443,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         newton_schulz=NEWTON_SCHULZ,
         chunk=16 if "norm_scan" in ops else 32 if per_channel or vectors > 6 else 64,
         per_channel=per_channel,
+        cut=any(c.carry for c in chunks),
         batch=lowered.batch,
         tensors={t.keyword: t.shape for t in spec.tensors},
         idle=[t.keyword for t in spec.tensors if any(f"d:{t.keyword}" not in f.backward.outputs for f in programs)],

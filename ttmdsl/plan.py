@@ -7,6 +7,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   computed for all chunks at once before it, and saved for the backward pass.
 - Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
   at once and share the gradients of the inputs among them.
+- Where the carries are linear, and too few sequences would fill a GPU, each is walked in parts, side by side: first for
+  the states at the parts' starts (`Parts`), then as above.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
 
 Does not choose tile sizes or warps: that is the launch's business (codegen/triton.py.j2).
@@ -22,6 +24,7 @@ from typing import Literal
 from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
 from ttmdsl.schedule import peak
+from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
 ROOM = 7  # tiles of 64 x 64 that four warps can keep alive
@@ -65,15 +68,28 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Kernels by which parts of a sequence find the states that they start from, side by side: `carry` walks with the
+    tokens' writes alone, a kernel for each memory carries a factor through a part (transfer.py)."""
+
+    carry: Kernel
+    transfers: tuple[tuple[Transfer, Kernel], ...]
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (self.carry, *(kernel for _, kernel in self.transfers))
+
+
+@dataclass(frozen=True)
 class Plan:
     """The kernels of one form, in the order in which they run; `saved` pass from forward to backward kernels."""
 
     name: str
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+    parts: Parts | None = None
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return self.forward + self.backward
+        return self.forward + self.backward + (self.parts.kernels() if self.parts else ())
 
 
 def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = ()) -> str:
@@ -119,7 +135,20 @@ def plan(name: str, form: Form) -> Plan:
         outputs = tuple((k, gradients[k]) for k in share)
         kernel = Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs)
         backward.append(_giving(kernel, saved))
-    return Plan(name, (*([before] if before else []), forward), (*([free] if free else []), *backward))
+    parts = _parts(name, form.forward, before.saves if before else ())
+    return Plan(name, (*([before] if before else []), forward), (*([free] if free else []), *backward), parts)
+
+
+def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:
+    """The kernels for sequences in parts, if every carry is linear in itself."""
+    found = transfers(program)
+    if not found:
+        return None
+    kernels = []
+    for i, t in enumerate(found):
+        bare = program.with_outputs({f"carry:{t.memory}": t.end})
+        kernels.append((t, _scan(f"_{name}_transfer_{i + 1}", bare, {}, (), False, saved, ())))
+    return Parts(_scan(f"_{name}_carry", program, {}, (), False, saved, ()), tuple(kernels))
 
 
 def tied(program: Program, role: str) -> set[Node]:

@@ -1,0 +1,153 @@
+"""Sequences walked in parts, side by side: the factors that carry a state through a part, and kernels that use them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from ir_eval import Interpreter, draw_leaf
+
+import ttmdsl
+from ttmdsl.check import check
+from ttmdsl.derive import derive
+from ttmdsl.ir import depends_on
+from ttmdsl.loader import read
+from ttmdsl.lower import Lowered, lower
+from ttmdsl.parse import parse
+from ttmdsl.transfer import Transfer, transfers
+
+SIZES = {"t": 4, "d_k": 3, "d_v": 3, "m": 3}
+
+
+def lowered(text: str) -> Lowered:
+    found = lower(derive(check(parse(text), text)))
+    assert isinstance(found, Lowered)
+    return found
+
+
+def of(name: str) -> list[Transfer]:
+    chunk = lowered(read(name)[0]).chunk
+    return [] if chunk is None else transfers(chunk.forward)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mamba2", [("S", True)]),
+        ("gla", [("S", True)]),
+        ("hgrn2", [("S", True)]),
+        ("gsa", [("K", True), ("V", True)]),
+        ("delta_net", [("S", False)]),
+        ("gated_delta_net", [("S", False)]),
+        ("rwkv7", [("S", False)]),
+        ("dplr", [("S", False)]),
+        ("titans_linear", []),  # momentum
+        ("yaad", []),  # a frozen gradient that is not linear in the state
+        ("trellis", []),
+    ],
+)
+def test_which_states_are_carried_linearly(name: str, expected: list[tuple[str, bool]]) -> None:
+    found = of(name)
+    assert [(t.memory, t.elementwise) for t in found] == expected
+    for t in found:
+        # nothing that is written is left, and it does not mix along its free axis
+        assert not any(t.free in n.axes for n in depends_on([t.end], []) if n.role == "token")
+        assert {t.free, t.other} == set(t.end.axes)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gla", "hgrn2", "gsa", "delta_net", "gated_delta_net", "rwkv7"])
+def test_a_chunks_end_is_what_it_writes_and_what_it_keeps(name: str) -> None:
+    """end(S) = end(0) + L(S), with L from the factor, which is what becomes of the identity or of ones."""
+    chunk = lowered(read(name)[0]).chunk
+    assert chunk is not None
+    program = chunk.forward
+    generator = torch.Generator().manual_seed(1)
+    leaves = {leaf: draw_leaf(leaf, SIZES, generator) for leaf in program.leaves()}
+    for t in transfers(program):
+        (carry,) = (leaf for leaf in leaves if leaf.role == "carry" and leaf.name == t.memory)
+
+        def end(node: Any, state: torch.Tensor, carry: Any = carry) -> torch.Tensor:
+            return Interpreter(leaves | {carry: state}, SIZES)(node)
+
+        whole, S = program.outputs[f"carry:{t.memory}"], leaves[carry]
+        kept = end(whole, S) - end(whole, torch.zeros_like(S))
+        torch.testing.assert_close(end(t.end, S), kept)
+        if t.elementwise:
+            product = end(t.end, torch.ones_like(S)) * S
+        else:
+            factor = end(t.end, torch.eye(3, dtype=S.dtype))
+            product = S @ factor if carry.axes[0] == t.free else factor @ S
+        torch.testing.assert_close(product, kept)
+
+
+def test_what_also_says_what_is_kept_is_no_write() -> None:
+    text = """layer L { dim d_k, d_v input q[d_k], k[d_k], v[d_v] gate a: decay
+      memory S[d_v, d_k] bias -<S @ k, v> retention sigmoid(<v, v>) * a * S read S @ q }"""
+    chunk = lowered(text).chunk
+    assert chunk is not None
+    (found,) = transfers(chunk.forward)
+    assert found.free == "d_k"  # v is needed for what is kept: k is what may be left out
+
+
+def parted(name: str, lengths: tuple[int, ...], state: bool) -> tuple[list[int], dict[str, float]]:
+    """Parts of each sequence, and the error of y, final states and every gradient; in the interpreter's process."""
+    torch.set_num_threads(1)
+    module = ttmdsl.load(name)
+    with pytest.MonkeyPatch.context() as patch:  # a device that wants many parts
+        patch.setattr(module, "_processors", lambda device: 10**6)
+        patch.setattr(module, "_LEAST_UNITS", 1)
+        patch.setattr(module, "_MOST_PARTS", 4)
+        module._schedule.cache_clear()
+        found = _parted(module, lengths, state)
+        module._schedule.cache_clear()
+    return found
+
+
+def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[int], dict[str, float]]:
+    from ttmdsl.parity import Shape, draw
+
+    shape = Shape(
+        "", tokens=lengths[0], heads=2, dims=(6, 10), lengths=lengths if len(lengths) > 1 else (), state=state
+    )
+    drawn = draw(module, shape)
+    packed = {"cu_seqlens": torch.tensor(drawn.bounds)} if drawn.bounds else {}
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        x = {k: t.to(dtype).requires_grad_() for k, t in drawn.x.items()}
+        start = {k: t.to(dtype).requires_grad_() for k, t in (drawn.state or {}).items()}
+        y, final = module.op(**x, initial_state=start or None, output_final_state=True, backend=backend, **packed)
+        generator = torch.Generator().manual_seed(2)
+        loss = torch.zeros((), dtype=torch.float64)
+        for t in (y, *(final[k] for k in sorted(final))):
+            loss = loss + (t.double() * torch.randn(t.shape, generator=generator, dtype=torch.float64)).sum()
+        grads = torch.autograd.grad(loss, [*x.values(), *start.values()])
+        names = ["y", *sorted(final), *(f"d_{k}" for k in (*x, *start))]
+        results.append(dict(zip(names, (y, *(final[k] for k in sorted(final)), *grads), strict=True)))
+    exact, found = results
+    errors = {k: float((found[k] - t).square().mean().sqrt() / t.square().mean().sqrt()) for k, t in exact.items()}
+    bounds = drawn.bounds or (0, lengths[0])
+    sizes = tuple(module._sizes(drawn.x, final).items())
+    device = torch.device("cpu")
+    schedule = module._schedule("chunk", tuple(bounds), (0,) * (len(bounds) - 1), 2, sizes, torch.float32, device)
+    return [b + 1 - a for a, b in zip(schedule.first.tolist(), schedule.last.tolist(), strict=True)], errors
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "state"),
+    [
+        ("gated_delta_net", (64 * 5 + 9,), True),
+        ("gated_delta_net", (64 * 4, 64 * 3 + 1, 0, 70), True),
+        ("mamba2", (64 * 4,), False),
+        ("gla", (32 * 4 + 3, 32 * 3), True),
+        ("gsa", (32 * 3 + 1,), True),
+        ("rwkv7", (32 * 3 + 5,), True),
+    ],
+)
+def test_parts_are_the_whole(
+    name: str, lengths: tuple[int, ...], state: bool, interpreter: ProcessPoolExecutor
+) -> None:
+    parts, errors = interpreter.submit(parted, name, lengths, state).result()
+    assert max(parts) >= 3
+    assert {k: e for k, e in errors.items() if not e < 1e-5} == {}
