@@ -27,7 +27,8 @@ def run(job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, obje
 
     import ttmdsl
     from ttmdsl.aot import parse_variant
-    from ttmdsl.parity import Shape, parity
+    from ttmdsl.drawing import Shape
+    from ttmdsl.parity import parity
 
     variant, heads, tokens, dtypes = job
     name, consts = parse_variant(variant)

@@ -49,7 +49,7 @@ def test_moderate_decays_keep_their_digits(name: str, interpreter: ProcessPoolEx
 
 def error_at(name: str, decay: float) -> float:
     """Error of y where every channel decays by e^decay per token on average; in the other process."""
-    from ttmdsl.parity import Shape, draw
+    from ttmdsl.drawing import Shape, draw
 
     module = ttmdsl.load(name)
     x = draw(module, Shape("", tokens=50, heads=2, dims=(12, 20), state=False)).x

@@ -23,7 +23,8 @@ def misses(layer: str, consts: dict[str, float]) -> list[str]:
     """What a layer misses; in the other process."""
     import torch
 
-    from ttmdsl.parity import Shape, parity
+    from ttmdsl.drawing import Shape
+    from ttmdsl.parity import parity
 
     torch.set_num_threads(1)
     shapes = [Shape(**shape) for shape in SHAPES]

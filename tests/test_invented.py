@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ttmdsl
-from ttmdsl.parity import Shape, parity
+from ttmdsl.drawing import Shape
+from ttmdsl.parity import parity
 
 FOLDER = Path(__file__).parent.parent / "examples" / "invented"
 INVENTED = sorted(path.stem for path in FOLDER.glob("*.ttm"))

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import ttmdsl
+from ttmdsl.drawing import Shape
 from ttmdsl.errors import DeriveError
 from ttmdsl.kernel_form import lower_kernel
 from ttmdsl.options import Options
-from ttmdsl.parity import Row, Shape, parity
+from ttmdsl.parity import Row, parity
 from ttmdsl.pipeline import run
 
 Tensors = dict[str, Tensor]

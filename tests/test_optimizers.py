@@ -17,9 +17,10 @@ from torch import Tensor
 import ttmdsl
 from ttmdsl.check import check
 from ttmdsl.derive import derive
+from ttmdsl.drawing import Shape, draw
 from ttmdsl.errors import DeriveError
 from ttmdsl.lower import Lowered, lower
-from ttmdsl.parity import Shape, draw, parity
+from ttmdsl.parity import parity
 from ttmdsl.parse import parse
 from ttmdsl.testing import check_layer
 

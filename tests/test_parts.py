@@ -106,7 +106,7 @@ def parted(name: str, lengths: tuple[int, ...], state: bool) -> tuple[list[int],
 
 
 def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[int], dict[str, float]]:
-    from ttmdsl.parity import Shape, draw
+    from ttmdsl.drawing import Shape, draw
 
     shape = Shape(
         "", tokens=lengths[0], heads=2, dims=(6, 10), lengths=lengths if len(lengths) > 1 else (), state=state

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ttmdsl
-from ttmdsl.parity import Shape, draw, parity
+from ttmdsl.drawing import Shape, draw
+from ttmdsl.parity import parity
 
 BACKENDS = ("reference", "torch")
 

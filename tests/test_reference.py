@@ -14,8 +14,8 @@ from oracles import ORACLES
 from torch import Tensor
 
 from ttmdsl.check import check
+from ttmdsl.drawing import in_range
 from ttmdsl.emit_reference import emit_reference
-from ttmdsl.parity import in_range
 from ttmdsl.parse import parse
 from ttmdsl.resources import folder
 from ttmdsl.spec import LayerSpec

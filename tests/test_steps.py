@@ -11,9 +11,10 @@ import torch
 import ttmdsl
 from ttmdsl.check import check
 from ttmdsl.derive import derive
+from ttmdsl.drawing import Shape, draw
 from ttmdsl.explain import explain
 from ttmdsl.loader import read
-from ttmdsl.parity import Shape, draw, parity
+from ttmdsl.parity import parity
 from ttmdsl.parse import parse
 
 BACKENDS = ("reference", "torch")

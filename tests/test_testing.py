@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
 
-from ttmdsl.parity import SHAPES, Row, Shape, draw, parity, sizes_of, table
+from ttmdsl.drawing import Shape, draw, sizes_of
+from ttmdsl.parity import SHAPES, Row, parity, table
 from ttmdsl.testing import check_layer, layer_inputs
 
 State = dict[str, Tensor]

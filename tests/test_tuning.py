@@ -199,7 +199,8 @@ def compared(layer: str, folder: str) -> tuple[list[str], dict[str, Any]]:
 
     import torch
 
-    from ttmdsl.parity import Shape, parity
+    from ttmdsl.drawing import Shape
+    from ttmdsl.parity import parity
 
     os.environ["TTM_TUNED_DIR"] = folder
     try:

@@ -13,9 +13,10 @@ from torch import Tensor
 import ttmdsl
 from ttmdsl.check import check
 from ttmdsl.derive import derive
+from ttmdsl.drawing import Shape, draw
 from ttmdsl.explain import explain
 from ttmdsl.loader import read
-from ttmdsl.parity import Shape, draw, parity
+from ttmdsl.parity import parity
 from ttmdsl.parse import parse
 from ttmdsl.past import history
 

@@ -149,8 +149,8 @@ def compile_kernels(job: Job) -> list[Resources]:
     """Compiles every kernel of the job, in this process."""
     import triton  # before the module, which defines kernels only where Triton is in use
 
+    from ttmdsl.drawing import sizes_of
     from ttmdsl.loader import load
-    from ttmdsl.parity import sizes_of
 
     name, consts = parse_variant(job.variant)
     module = load(name, **(dict(job.consts) | consts))

@@ -84,7 +84,7 @@ def at_edges(
 ) -> Iterator[Edge]:
     """One `Edge` for each entry of EDGES that concerns the layer; sequences of `tokens`, two heads, dims 12 and 20, on
     a GPU 64. Raises what `op` raises."""
-    from ttmdsl.parity import Shape, draw
+    from ttmdsl.drawing import Shape, draw
 
     dims = (64,) if device == "cuda" else (12, 20)
     drawn = draw(module, Shape("", tokens=tokens, heads=2, dims=dims, state=False))

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-    from ttmdsl.parity import Row, Shape
+    from ttmdsl.drawing import Shape
+    from ttmdsl.parity import Row
 
 __all__ = ["compare", "layer_specs"]
 
@@ -337,7 +338,7 @@ Dims: TypeAlias = tuple[int, ...]
 
 def shapes(tokens: int = 7, dims: Dims = (5, 3, 4)) -> list[Shape]:
     """Small sizes: a whole sequence, and one fed in two pieces or packed with others."""
-    from ttmdsl.parity import Shape
+    from ttmdsl.drawing import Shape
 
     return [
         Shape(f"T={tokens}, cut at 3", batch=2, tokens=tokens, dims=dims, cuts=(3,)),

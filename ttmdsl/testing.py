@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ttmdsl.parity import Row, Shape, dims_of, draw, parity
+from ttmdsl.drawing import Shape, dims_of, draw
+from ttmdsl.parity import Row, parity
 from ttmdsl.strategies import layer_specs
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ttmdsl.bench.clock import CudaClock
 from ttmdsl.bench.measure import verdict
 from ttmdsl.bench.subjects import Case, dims_at, own
 from ttmdsl.bench.tune import Facts, Times, Trial
-from ttmdsl.parity import sizes_of
+from ttmdsl.drawing import sizes_of
 from ttmdsl.tuning import CONFIG, Entry
 
 PATIENCE = 120.0  # seconds that a trial may take, compilation included

@@ -99,7 +99,8 @@ def verdict(module: Any, case: Case) -> tuple[float, str]:
     without gradients the outputs must be the same. The oracle is the reference where the torch backend is what is
     timed, else that backend in float64, which the tests hold to the reference.
     """
-    from ttmdsl.parity import Shape, parity
+    from ttmdsl.drawing import Shape
+    from ttmdsl.parity import parity
 
     backend, (_, _, H, D) = resolved(case), case.shape
     lengths = (33,) if backend == "torch" else (128, 67)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ttmdsl.aot import parse_variant
 from ttmdsl.bench.peers import Peer, peers_of
-from ttmdsl.parity import dims_of, in_range, sizes_of
+from ttmdsl.drawing import dims_of, in_range, sizes_of
 
 DECODED = 64  # sequences that a decode step goes on with
 
@@ -76,7 +76,7 @@ class Subject:
 
 
 def dims_at(module: Any, head: int) -> tuple[int, ...]:
-    """Sizes for `parity.sizes_of`: the head's, or four times that for a dim that memories alone have."""
+    """Sizes for `drawing.sizes_of`: the head's, or four times that for a dim that memories alone have."""
     told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
     free = [dim for dim, fixed in dims_of(module).items() if not fixed and dim not in module.FEATURES]
     return tuple(head if dim in told else 4 * head for dim in free)
