@@ -106,9 +106,11 @@ def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[st
         "leader": next(t.keyword for t in spec.tensors if t.kind != "param"),
         "batch": lowered.batch,
     }
+    programs = [p for f in lowered.forms for p in (f.terms, f.readout)]
+    logarithms = any(n.op == "log2" for p in programs for n in p.nodes())
     return {
         "reference": _reference(lowered, sizes),
-        "torch": render("kernel_torch.py.j2", **common),
+        "torch": render("kernel_torch.py.j2", **common, logarithms=logarithms),
         "triton": render(
             "kernel_triton.py.j2",
             **common,

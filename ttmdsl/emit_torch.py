@@ -86,7 +86,7 @@ class TorchPrinter(Printer):
             case "pow":
                 return f"({ops[0]} ** {float(node.attr[0])!r})"  # type: ignore[arg-type]
             case "log2":
-                return f"torch.log2({ops[0]}.clamp(min=unit.tiny))"
+                return f"_log2({strip(ops[0])})"
             case "max" | "min":
                 bound = {"max": "min", "min": "max"}[node.op]
                 for text, limit in ((ops[0], constant(args[1])), (ops[1], constant(args[0]))):
@@ -340,7 +340,7 @@ def emit_torch(lowered: Lowered) -> str:
         "torch.py.j2",
         functions=functions,
         forms=list(forms),
-        helpers=sorted(ops & (DECAYED | NORMS | {"tri_inv", "newton_schulz"})),
+        helpers=sorted(ops & (DECAYED | NORMS | {"log2", "tri_inv", "newton_schulz"})),
         newton_schulz=NEWTON_SCHULZ,
         per_channel=per_channel,
         chunk=16 if per_channel else 64,
