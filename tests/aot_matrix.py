@@ -1,5 +1,5 @@
-"""The whole matrix of ahead-of-time compilation: for ten layers three head sizes, two targets and two versions of Triton;
-for the other thirty two head sizes and the newest Triton.
+"""The whole matrix of ahead-of-time compilation: ten layers at three head sizes, two targets, two versions of Triton;
+the other thirty at two head sizes with the newest.
 
 Usage: python tests/aot_matrix.py [JOBS]
 Writes docs/aot.md and exits with 1 if any kernel failed. Triton 3.6 is installed once, beside the environment, into
