@@ -1,8 +1,10 @@
 """Parity of the Triton backend on this GPU, outputs, states and all gradients, against float64; a process per layer.
 
-Usage: python benchmarks/verify.py [OUT.json] [--layers a,b:b=16] [--heads 32,60,64,128] [--tokens 1,63,2048,8192]
+Usage: python benchmarks/verify.py [OUT.json] [--layers a,b:b=16 | all] [--heads 32,60,64,128] [--tokens 1,63,2048,8192]
+                                   [--seconds 560]
 The oracle is the reference backend up to 63 tokens, and beyond it the float64 torch backend, which the test suite
-holds against the reference at 1e-9. Exit status 1 on any miss.
+holds against the reference at 1e-9. OUT.json is written after every layer and head size; what it holds is not compared
+again, so a run that was cut short goes on where it stopped. Exit status 1 on any miss.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import json
 import multiprocessing as mp
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 VARIANTS = (
     "linear_attention mamba2 gla delta_net gated_delta_net titans_linear lattice_dec lattice_enc lattice_sim"
-    " lattice_dec:b=16 lattice_dec:b=64:project=0 lattice_enc:b=16:project=0 lattice_sim:b=16:project=0"
-    " trellis trellis:b=1"
+    " lattice_dec:b=16 lattice_dec:b=64 lattice_enc:b=16 lattice_sim:b=16 lattice_dec:b=64:project=0"
+    " lattice_enc:b=16:project=0 lattice_sim:b=16:project=0 trellis trellis:b=1"
 ).split()
 
 
@@ -58,35 +61,57 @@ def run(job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, obje
 
 
 def main() -> int:
-    """Runs the comparisons in parallel and prints a line for each miss and a summary for each variant."""
+    """Runs the comparisons in parallel and prints a line for each miss and for each variant and head size."""
+    import ttmdsl
+
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", nargs="?", default="")
+    parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--layers", default=",".join(VARIANTS))
     parser.add_argument("--heads", default="32,60,64,128")
     parser.add_argument("--tokens", default="1,63,2048,8192")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after that many")
     args = parser.parse_args()
+    end = time.monotonic() + args.seconds
     heads, tokens = [int(h) for h in args.heads.split(",")], [int(t) for t in args.tokens.split(",")]
+    layers = ttmdsl.layers() if args.layers == "all" else args.layers.split(",")
     largest_first = sorted(heads, reverse=True)
-    jobs = [(v, [h], tokens, args.dtypes.split(",")) for v in args.layers.split(",") for h in largest_first]
-    results: list[dict[str, object]] = []
-    with mp.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
-        for rows in pool.imap_unordered(run, jobs):
+    results: list[dict[str, object]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
+    known = {(r["variant"], r["D"], r["T"], r["dtype"]) for r in results}
+    dtypes = args.dtypes.split(",")
+    jobs = [(v, [h], tokens, dtypes) for h in largest_first for v in layers]
+    jobs = [job for job in jobs if not {(job[0], job[1][0], t, d) for t in tokens for d in dtypes} <= known]
+    with ProcessPoolExecutor(args.jobs, mp_context=mp.get_context("spawn"), max_tasks_per_child=1) as pool:
+        waiting = {pool.submit(_until, end, job): job for job in jobs}
+        for future in as_completed(waiting):
+            try:
+                rows = future.result()
+            except Exception as error:  # the process is gone
+                print(f"LOST {waiting[future][:2]}: {error}", flush=True)
+                continue
             results += rows
             for r in rows:
                 if not r["ok"]:
                     print("MISS", {k: v for k, v in r.items() if k != "trace"}, flush=True)
-    for v in args.layers.split(","):
-        mine = [r for r in results if r["variant"] == v]
-        for dtype in args.dtypes.split(","):
-            w = [r for r in mine if r["dtype"] == dtype]
-            bad = sum(not r["ok"] for r in w)
-            top = max((float(r["worst"]) for r in w), default=float("nan"))
-            print(f"{v:32} {dtype:9} {len(w):3} comparisons, {bad} misses, worst {top:.1e}", flush=True)
-    if args.out:
-        Path(args.out).write_text(json.dumps(results))
-    return int(any(not r["ok"] for r in results))
+            for dtype in dtypes:
+                mine = [r for r in rows if r["dtype"] == dtype]
+                if mine:
+                    bad, top = sum(not r["ok"] for r in mine), max(float(str(r["worst"])) for r in mine)
+                    about = f"{mine[0]['variant']:28} D={mine[0]['D']:<4} {dtype:9}"
+                    print(f"{about} {len(mine)} lengths, {bad} misses, worst {top:.1e}", flush=True)
+            if args.out and rows:
+                partial = args.out.with_suffix(".partial")
+                partial.write_text(json.dumps(results))
+                partial.replace(args.out)
+    missed = [r for r in results if not r["ok"]]
+    print(f"{len(results)} comparisons, {len(missed)} misses")
+    return int(bool(missed))
+
+
+def _until(end: float, job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, object]]:
+    """The job's rows; none if it is too late to begin (the clock is the machine's, the same in every process)."""
+    return run(job) if time.monotonic() < end else []
 
 
 if __name__ == "__main__":
