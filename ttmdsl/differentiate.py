@@ -53,7 +53,7 @@ def _unary(slope: Callable[[Builder, Node, Node], Node]) -> Rule:
 
 
 def _pow(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
-    exponent = float(n.attr[0])  # type: ignore[arg-type]
+    exponent = float(n.attr[0])
     x = n.args[0]
     below = b.mul(n, _over(b, x)) if 0 < exponent < 1 else b.pow(x, exponent - 1)
     yield x, b.mul(d, b.mul(b.const(exponent), below))
@@ -87,7 +87,7 @@ def _contract(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
 
 
 def _mask(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
-    yield n.args[0], b.mask(d, n.attr[0])  # type: ignore[arg-type]
+    yield n.args[0], b.mask(d, n.attr[0])
 
 
 def _cumsum(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:

@@ -84,7 +84,7 @@ class TorchPrinter(Printer):
             case "const" | "neg" | "recip" | "mul" | "add":
                 return self.arithmetic(node)
             case "pow":
-                return f"({ops[0]} ** {float(node.attr[0])!r})"  # type: ignore[arg-type]
+                return f"({ops[0]} ** {float(node.attr[0])!r})"
             case "log2":
                 return f"_log2({strip(ops[0])})"
             case "max" | "min":
@@ -116,7 +116,7 @@ class TorchPrinter(Printer):
             case "contract":
                 return self._contract(node)
             case "mask":
-                fill = float(node.attr[1])  # type: ignore[arg-type]
+                fill = float(node.attr[1])
                 # two numbers would give a tile of torch's default dtype
                 kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
                 return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"

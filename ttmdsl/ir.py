@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Axes: TypeAlias = tuple[str, ...]
 Role: TypeAlias = Literal[
@@ -74,7 +74,7 @@ class Node:
     op: str
     args: tuple[Node, ...]
     axes: Axes
-    attr: tuple[object, ...] = ()
+    attr: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         return f"v{self.id}"
@@ -92,13 +92,13 @@ class Node:
     @property
     def value(self) -> float | None:
         """The number that a const holds, else None."""
-        return float(self.attr[0]) if self.op == "const" else None  # type: ignore[arg-type]
+        return float(self.attr[0]) if self.op == "const" else None
 
     @property
     def reduced(self) -> Axes:
         """The axes that a sum, amax, contract or decay_dot removes."""
         if self.op in REDUCING:
-            return self.attr[0]  # type: ignore[return-value]
+            return tuple(self.attr[0])
         if self.op == "decay_dot":
             return (str(self.attr[1]),)
         return {"decay_mix": ("s",), "decay_mix_t": ("t",)}.get(self.op, ())
@@ -203,7 +203,7 @@ class Builder:
                 return self.neg(self.mul(bare, b) if i == 0 else self.mul(a, bare))
         for x, y in ((a, b), (b, a)):
             if x.op == "mask" and x.attr[1] == 0 and constant(x.args[0]) is not None:
-                return self.mask(self.mul(x.args[0], y), x.attr[0])  # type: ignore[arg-type]
+                return self.mask(self.mul(x.args[0], y), x.attr[0])
             if x.op == "expand" and set(x.axes) <= set(y.axes):
                 return self.mul(x.args[0], y)
         # keep small factors together, so that a scalar never multiplies a matrix twice
@@ -262,7 +262,7 @@ class Builder:
         assert op in ELEMENTWISE, op
         x = args[0]
         if op == "exp2" and x.op == "mask" and x.attr[1] == float("-inf") and constant(x.args[0]) is not None:
-            return self.mask(self.map("exp2", x.args[0]), x.attr[0])  # type: ignore[arg-type]
+            return self.mask(self.map("exp2", x.args[0]), x.attr[0])
         return self._elementwise(op, *args)
 
     def select(self, flag: Node, a: Node, b: Node) -> Node:

@@ -165,8 +165,8 @@ class ExprLowering:
         match x.op:
             case "sqrt":
                 return self.inverse_power(x.args[0], 0.5)
-            case "pow" if 0 < float(x.attr[0]) < 1:  # type: ignore[arg-type]
-                return self.inverse_power(x.args[0], float(x.attr[0]))  # type: ignore[arg-type]
+            case "pow" if 0 < float(x.attr[0]) < 1:
+                return self.inverse_power(x.args[0], float(x.attr[0]))
             case "mul":
                 return b.mul(*map(self.reciprocal, x.args))
             case _:

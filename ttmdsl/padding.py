@@ -59,7 +59,7 @@ class PaddingAnalysis:
             case "sqrt":  # NaN below zero
                 return "zero" if worst == "zero" else "wild"
             case "pow":
-                return "zero" if worst == "zero" and float(node.attr[0]) > 0 else "wild"  # type: ignore[arg-type]
+                return "zero" if worst == "zero" and float(node.attr[0]) > 0 else "wild"
             case "mask":
                 return worst if node.attr[1] == 0 else "wild"
             case "sigmoid":
@@ -73,7 +73,7 @@ class PaddingAnalysis:
 def singular(node: Node) -> bool:
     """Whether a function may be infinite, or no number, at 0, where padding often is."""
     if node.op == "pow":
-        return float(node.attr[0]) < 0  # type: ignore[arg-type]
+        return float(node.attr[0]) < 0
     return node.op in ("recip", "rsqrt", "log2", "norm_scan", "norm_adjoint")
 
 

@@ -122,7 +122,7 @@ class TritonPrinter(Printer):
             case "rsqrt":
                 return self._tame(node, f"tl.rsqrt({strip(ops[0])})")
             case "pow":
-                return self._tame(node, f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))")  # type: ignore[arg-type]
+                return self._tame(node, f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))")
             case "tanh":
                 return f"(2.0 * tl.sigmoid(2.0 * {ops[0]}) - 1.0)"
             case "max" | "min":
@@ -147,7 +147,7 @@ class TritonPrinter(Printer):
             case "contract":
                 return self._contract(node)
             case "mask":
-                fill = float(node.attr[1])  # type: ignore[arg-type]
+                fill = float(node.attr[1])
                 return f"tl.where({node.attr[0]}, {strip(ops[0])}, {'0.0' if fill == 0 else NEGATIVE_INFINITY})"
             case "cumsum":
                 reverse = ", reverse=True" if node.attr[1] else ""
