@@ -12,7 +12,7 @@ from ir_eval import Interpreter, draw_leaf
 import ttmdsl
 from ttmdsl.check import check
 from ttmdsl.derive import derive
-from ttmdsl.ir import depends_on
+from ttmdsl.ir import reachable
 from ttmdsl.loader import read
 from ttmdsl.lower import Lowered, lower
 from ttmdsl.parse import parse
@@ -53,7 +53,7 @@ def test_which_states_are_carried_linearly(name: str, expected: list[tuple[str, 
     assert [(t.memory, t.elementwise) for t in found] == expected
     for t in found:
         # nothing that is written is left, and it does not mix along its free axis
-        assert not any(t.free in n.axes for n in depends_on([t.end], []) if n.role == "token")
+        assert not any(t.free in n.axes for n in reachable([t.end]) if n.role == "token")
         assert {t.free, t.other} == set(t.end.axes)
 
 
@@ -89,6 +89,15 @@ def test_what_also_says_what_is_kept_is_no_write() -> None:
     assert chunk is not None
     (found,) = transfers(chunk.forward)
     assert found.free == "d_k"  # v is needed for what is kept: k is what may be left out
+
+
+def test_a_factor_is_of_its_own_size() -> None:
+    """What depends on the size of the free dim would be wrong for the identity, which has another."""
+    mean = """layer L { dim d_k, d_v input q[d_k], k[d_k], v[d_v] gate b: unit
+      memory S[d_v, d_k] bias 1/2 * mean((S @ k - v)^2) optimizer gd(rate = b) read S @ q }"""
+    chunk = lowered(mean).chunk
+    assert chunk is not None
+    assert transfers(chunk.forward) == []
 
 
 def parted(name: str, lengths: tuple[int, ...], state: bool) -> tuple[list[int], dict[str, float]]:

@@ -7,9 +7,11 @@ import torch
 from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
-from ttmdsl.ir import Builder, Program
+from ttmdsl.ir import Builder, Node, Program
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
+from ttmdsl.schedule import best_order
+from ttmdsl.staging import MOST, is_input, operands, peak_of_loads
 
 
 def plans() -> list[tuple[str, Form, Plan]]:
@@ -100,3 +102,21 @@ def test_gradients_are_shared_out_in_full() -> None:
             shares = split(form.backward, gradients, groups)
             assert sorted(name for share in shares for name in share) == sorted(gradients)
             assert 1 <= len(shares) <= groups
+
+
+def test_a_kernel_of_many_tiles_is_several_that_have_room() -> None:
+    form = forms("trellis", {"b": 4})["chunk"]
+    found = plan("chunk", form)
+    parts = [k for k in found.backward if k.lazy]
+    assert len(parts) > 4
+    passed: set[Node] = set()
+    for part in parts:
+        known = set(part.given)
+        nodes = [n for n in part.nodes() if n not in known and not is_input(n)]
+        assert (
+            peak_of_loads(best_order(nodes, [], operands)) <= MOST + 2
+        )  # the order is another than the one it was cut in
+        assert set(part.saves) <= part.exact | set(found.backward[0].saves) | {n for k in parts for n in k.given}
+        assert not set(part.saves) & passed  # nothing is computed twice
+        passed |= set(part.saves)
+    assert not any(k.lazy for k in plan("chunk", forms("gated_delta_net", {})["chunk"]).backward)

@@ -24,7 +24,9 @@ from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
 
 DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
-BY_TOKEN = frozenset({"norm_scan", "norm_adjoint"})  # dear, and no dearer for one unit than for all
+BY_TOKEN = frozenset(
+    {"norm_scan", "norm_adjoint"}
+)  # dear: kept from a scan for what follows, and for the backward pass
 NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
 UNARY = frozenset({"exp2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
 CONSTANTS = {math.log2(math.e): "LOG2E", math.log(2.0): "LN2"}
@@ -276,8 +278,8 @@ class _Function:
         return ends
 
     def _label(self, node: Node) -> str:
-        """What a value is called between forward and backward."""
-        return node.name or self.printer.builder.labels.get(node, f"{node.op}_{node.id}")
+        """What a value is called between forward and backward: a state by its name, else as no state is called."""
+        return node.name or f"{self.printer.builder.labels.get(node, node.op)}_{node.id}_kept"
 
     def _inputs(self, program: Program, carried: dict[str, Node], results: dict[str, Node]) -> TorchPrinter:
         """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, Program, base_dim, reachable
@@ -139,19 +139,23 @@ class KernelWriter:
         pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
         return store_block(pointer, base, axes, self.states[name], value)
 
-    def saved(self, node: Node) -> str:
+    def saved(self, node: Node, kernel: Kernel) -> str:
         """The pointer to where a value is saved."""
-        name = saved_name(self.printer.builder, node)
-        return self.text.pointer(f"{name}_saved", f'saved["{name}"]', "input" if is_per_token(node) else "float32")
+        name = saved_name(self.printer.builder, node, kernel.exact)
+        dtype = "input" if is_per_token(node) and node not in kernel.exact else "float32"
+        return self.text.pointer(f"{name}_saved", f'saved["{name}"]', dtype)
 
     def given(self, kernel: Kernel) -> list[str]:
         """Lines that load what earlier kernels have saved."""
         lines = []
         for node in kernel.given:
-            name = self.printer.text[node] = self.printer.names.get(self.printer.builder.labels.get(node, node.op))
-            lines.append(f"{name} = {load_saved(self.saved(node), node.axes)}")
-            if is_per_token(node):
+            if is_per_token(node) and node not in kernel.exact:
                 self.printer.loaded.add(node)
+            if kernel.lazy:
+                self.printer.loads[node] = load_saved(self.saved(node, kernel), node.axes)
+                continue
+            name = self.printer.text[node] = self.printer.names.get(self.printer.builder.labels.get(node, node.op))
+            lines.append(f"{name} = {load_saved(self.saved(node, kernel), node.axes)}")
         return lines
 
     def inputs(self, leaves: Iterable[Node]) -> tuple[list[str], list[str]]:
@@ -174,7 +178,7 @@ class KernelWriter:
         actions: dict[Node, list[Callable[[], list[str]]]] = {}
 
         def save(node: Node) -> list[str]:
-            line = store_saved(self.saved(node), node.axes, self.printer.text[node])
+            line = store_saved(self.saved(node, kernel), node.axes, self.printer.text[node])
             return ["if KEEP:", f"    {line}"] if keep else [line]
 
         for name, value in kernel.outputs:
@@ -204,9 +208,9 @@ def is_per_token(node: Node) -> bool:
     return any(x in TOKEN_AXES for x in node.axes)
 
 
-def saved_name(builder: Builder, node: Node) -> str:
-    """The name under which a value is saved."""
-    return f"{builder.labels.get(node, node.op)}_{node.id}"
+def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
+    """The name under which a value is saved; of one in float32 for every token it says so."""
+    return f"{builder.labels.get(node, node.op)}_{node.id}{'_exact' if node in exact else ''}"
 
 
 def _printer(program: Program, spec: LayerSpec) -> TritonPrinter:
@@ -410,8 +414,8 @@ def _form_texts(spec: LayerSpec, p: Plan, form: Form) -> FormTexts:
         list(scans[0].keeps),
         list(scans[1].keeps),
         [k for k, _ in scans[0].carried],
-        {saved_name(b, n): n.axes for k in p.forward for n in k.saves},
-        {saved_name(b, n): n.axes for k in p.backward for n in k.saves},
+        {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
+        {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},
         write_scan(spec, p.parts.carry) if p.parts else None,
         tuple((t, write_scan(spec, kernel)) for t, kernel in p.parts.transfers) if p.parts else (),
     )

@@ -96,7 +96,7 @@ class Node:
 
     @property
     def reduced(self) -> Axes:
-        """The axes that a sum, amax, contract or decay_dot removes."""
+        """The axes that a sum, amax, contract or a product under a decay per channel removes."""
         if self.op in REDUCING:
             return tuple(self.attr[0])
         if self.op == "decay_dot":

@@ -24,10 +24,10 @@ from typing import Literal
 from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
 from ttmdsl.schedule import peak
+from ttmdsl.staging import ROOM, staged
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
-ROOM = 7  # tiles of 64 x 64 that four warps can keep alive
 SPILL = 6  # products that a tile beyond those costs, about
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
 DEAR = frozenset({"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"})
@@ -40,7 +40,8 @@ class Kernel:
     scan: one program for every sequence and head walks over the units and carries `carried` (leaf name to node at the
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
-    `blocked` is a dim that the grid may split, or "".
+    `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
+    a value for every token in the inputs' dtype. `lazy`: what is given is loaded where it is first used.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Kernel:
     saves: tuple[Node, ...] = ()
     given: tuple[Node, ...] = ()
     blocked: str = ""
+    exact: frozenset[Node] = frozenset()
+    lazy: bool = False
 
     @property
     def roots(self) -> list[Node]:
@@ -134,9 +137,10 @@ def plan(name: str, form: Form) -> Plan:
     for i, share in enumerate(shares(form.backward, gradients, saved)):
         outputs = tuple((k, gradients[k]) for k in share)
         kernel = Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs)
-        backward.append(_giving(kernel, saved))
+        backward += staged(_giving(kernel, saved))
     parts = _parts(name, form.forward, before.saves if before else ())
-    return Plan(name, (*([before] if before else []), forward), (*([free] if free else []), *backward), parts)
+    first, late = (staged(k) if k else [] for k in (before, free))
+    return Plan(name, (*first, forward), (*late, *backward), parts)
 
 
 def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:

@@ -48,6 +48,7 @@ class TritonPrinter(Printer):
         self.padding = PaddingAnalysis()
         self.alive = 0.0  # the most tiles alive at once
         self.loaded: set[Node] = set()  # values that an earlier kernel saved, in the inputs' dtype
+        self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
         best = best_order(nodes, kept, self.operands)
@@ -75,6 +76,8 @@ class TritonPrinter(Printer):
         return self.wide(node) if number is None else f"tl.full({shape(node.axes)}, {number!r}, tl.float32)"
 
     def operands(self, node: Node) -> tuple[Node, ...]:
+        if node in self.loads:
+            return ()
         if node.op == "norm_adjoint":
             slopes, *others = node.args  # they hold the norms, too
             return *slopes.args, others[-1]
@@ -109,6 +112,8 @@ class TritonPrinter(Printer):
 
     def expression(self, node: Node) -> str:
         axes, args = node.axes, node.args
+        if node in self.loads:
+            return self.loads[node]
         ops = [self.operand(a, axes) for a in self.operands(node)]
         match node.op:
             case "const" | "neg" | "mul" | "add":
@@ -118,7 +123,7 @@ class TritonPrinter(Printer):
             case "recip":
                 return self._tame(node, f"1.0 / {ops[0]}")
             case "log2":
-                return self._tame(node, f"tl.log2(tl.maximum({strip(ops[0])}, {TINY}))")
+                return self._tame(node, f"tl.log2(tl.maximum({strip(ops[0])}, {TINY}, tl.PropagateNan.ALL))")
             case "rsqrt":
                 return self._tame(node, f"tl.rsqrt({strip(ops[0])})")
             case "pow":
@@ -284,6 +289,8 @@ def saved_address(pointer: str, axes: Axes) -> str:
     for i, x in enumerate(axes):
         position = at("t_" if x in TOKEN_AXES else f"o_{base_dim(x)}", (x,), axes)
         terms.append(" * ".join([position, *sizes[i + 1 :]]))
+    if not axes:
+        return f"{pointer} + (u * H + h)"
     return f"({pointer} + (u * H + h) * ({' * '.join(sizes)})) + ({' + '.join(terms)})"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttmdsl.ir import Builder, Node, Program, depends_on, is_zero, reachable
+from ttmdsl.ir import Builder, Node, Program, base_dim, depends_on, is_zero, reachable
 
 # on what depends on the state: operations that are linear in it
 _LINEAR = frozenset({"add", "neg", "sum", "expand", "rename", "cumsum", "leaf"})
@@ -77,6 +77,8 @@ def _along(b: Builder, leaf: Node, end: Node, free: str) -> Transfer | None:
         mixed |= {str(x) for x in n.attr} if n.op == "rename" else set()
     if free in mixed:
         return None
+    if other in mixed and any(n.op == "size" and n.attr[0] == base_dim(free) for n in reachable([bare])):
+        return None  # the identity that is carried through would be taken for a state of that size
     return Transfer(leaf.name, bare, free, other, other not in mixed)
 
 
