@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 FUNCTIONS = {
     "unit": "unit(s)[i] = s[i] / sqrt(sum(j, s[j]^2) + eps)",
+    "sphere": "sphere(s)[i] = s[i] / sqrt(sum(j, s[j]^2))",
     "normed": "normed(s)[i] = (s[i] - mean(j, s[j])) / sqrt(mean(j, (s[j] - mean(l, s[l]))^2) + eps)",
     "gated": "gated(s)[i] = silu(s[i]) / sqrt(sum(j, silu(s[j])^2) + eps)",
     "huber": "huber(r) = 1/2 * min(r, delta)^2 + delta * max(r - delta, 0)",
@@ -212,9 +213,9 @@ def _clauses(s: _Spec, kind: _Kind, suffix: str = "") -> list[str]:
             project = f"rows(softmax, {names})"
     if not project:
         chosen = s.one(*kind.memories)
-        match s.one("", "", "", "columns", "threshold"):
-            case "columns":
-                project = f"columns({s.call('unit', '').removesuffix('()')}, {chosen})"
+        match s.one("", "", "", "sphere", "unit", "threshold"):
+            case "sphere" | "unit" as fn:
+                project = f"{s.one('columns', 'rows')}({s.call(fn, '').removesuffix('()')}, {chosen})"
             case "threshold":
                 project = f"sign({chosen}) * max(abs({chosen}) - {s.one(0.02, 0.1)}, 0)"
     batch = s.one(1, 1, 2, 3, 4, 5)
@@ -262,6 +263,26 @@ def _one_matrix(s: _Spec) -> None:
     else:
         kind = _matrix(s, "S", "d_v", "d_k", "k", "v", "q")
     s.passes = [("y", _clauses(s, kind))]
+
+
+def _one_on_the_sphere(s: _Spec) -> None:
+    """A memory whose columns or rows stay of unit length, mostly with a chunk form all the same."""
+    s.dims = ["d_k", "d_v"]
+    s.inputs = {"q": "q[d_k]", "k": "k[d_k]", "v": "v[d_v]"}
+    kind = _matrix(s, "S", "d_v", "d_k", "k", "v", "q")
+    rows, columns = kind.memories["S"]
+    batch = s.one(2, 3, 4, 5)
+    eta = s.gate("eta", s.one("unit", "positive"), "", "", f"[{rows}]", f"[{columns}]")
+    retention = f"{s.gate('alpha', 'decay', '', f'[{rows}]', f'[{columns}]')} * S"
+    clauses = [
+        f"memory S[{rows}, {columns}]{s.one('', ' = orthonormal')}",
+        f"bias {_bias(s, kind, '')}",
+        *s.one([], [f"retention {retention}"]),
+        f"optimizer gd(rate = {eta}, batch = {batch})",
+        f"project {s.one('columns', 'rows')}({s.call('sphere', '').removesuffix('()')}, S)",
+        f"read {kind.answer}",
+    ]
+    s.passes = [("y", clauses)]
 
 
 def _one_argmin(s: _Spec) -> None:
@@ -324,7 +345,8 @@ def layer_specs() -> SearchStrategy[str]:
     @st.composite
     def text(pick: DrawFn) -> str:
         s = _Spec(pick)
-        s.one(_one_matrix, _one_matrix, _one_matrix, _one_deep, _one_deep, _two_passes, _one_argmin, _one_kernel)(s)
+        usual = (_one_matrix, _one_matrix, _one_matrix, _one_deep, _one_deep, _two_passes)
+        s.one(*usual, _one_on_the_sphere, _one_argmin, _one_kernel)(s)
         return s.text()
 
     return text()
