@@ -234,6 +234,18 @@ def test_whole_powers_of_negative_numbers(exponent: float) -> None:
     assert all(n.op != "pow" for n in reachable([b.pow(x, exponent)]))
 
 
+def test_expands_stay_outside() -> None:
+    """No value holds an axis by an expand alone: backends make no tile of one."""
+    b = Builder(DIMS)
+    x, y, S = b.leaf("token", "x", ("t",)), b.leaf("token", "y", ("t", "j")), b.leaf("carry", "S", ("i", "j"))
+    wide = b.expand(x, {"i"})
+    assert b.map("exp2", wide) is b.expand(b.map("exp2", x), {"i"})
+    assert b.map("max", wide, x) is b.expand(b.map("max", x, x), {"i"})
+    assert b.mul(wide, b.expand(b.map("tanh", x), {"i"})) is b.expand(b.mul(x, b.map("tanh", x)), {"i"})
+    assert b.contract(b.mul(wide, b.map("exp2", wide)), S, {"i"}).op == "mul"  # times the sum over i
+    assert b.contract(b.expand(y, {"i"}), b.leaf("token", "z", ("t", "j")), {"j"}).op == "expand"
+
+
 def test_factors() -> None:
     b = Builder(DIMS)
     x, y, z = (b.leaf("token", name, ("t",)) for name in "xyz")
@@ -290,6 +302,7 @@ def node(op: str, args: tuple[Node, ...], axes: Axes, *attr: object) -> Node:
         (lambda x, y: node("sum", (x,), ("t",), ("j",)), "chunk"),
         (lambda x, y: node("contract", (x, y), ("t", "j"), ("i",)), "chunk"),
         (lambda x, y: node("expand", (x,), ("i", "t")), "chunk"),
+        (lambda x, y: node("tanh", (node("expand", (x,), ("t", "i", "j")),), ("t", "i", "j")), "chunk"),
         (lambda x, y: x, "token"),
     ],
 )

@@ -14,6 +14,31 @@ from hypothesis import given, settings
 from ttmdsl.strategies import compare, distinct
 from ttmdsl.testing import layer_specs
 
+# What long runs found (docs/drawn.md), reduced by hand.
+FOUND = {
+    "a weight, and columns that are centred, tokens in groups": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], v[d_v], k[d_k]
+      gate alpha: decay, weight: unit, eta: unit
+      fn centred(s)[i] = s[i] - mean(j, s[j])
+      memory S[d_v, d_k]
+      bias weight / 2 * |columns(centred, S)^T @ v - k|^2
+      retention alpha * S
+      optimizer gd(rate = eta, batch = 2)
+      read S @ q
+    }""",
+    "a ridge under a decay for every key channel, tokens in groups": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], k[d_k], v[d_v]
+      gate alpha[d_k]: decay, eta: unit
+      memory S[d_v, d_k]
+      bias -<S @ k, v> + 0.05 * |S|^2
+      retention alpha * S
+      optimizer gd(rate = eta, batch = 5)
+      read S @ q
+    }""",
+}
+
 
 def found(text: str, triton: bool = False) -> list[str]:
     """What misses; fit to be sent from another process."""
@@ -29,6 +54,16 @@ def test_torch_is_the_reference(text: str) -> None:
 @pytest.mark.parametrize("text", distinct(12, seed=1), ids=map(str, range(12)))
 def test_kernels_are_the_reference(text: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(found, text, triton=True).result() == [], text
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_in_torch(name: str) -> None:
+    assert found(FOUND[name]) == []
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_in_kernels(name: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(found, FOUND[name], triton=True).result() == []
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -133,6 +133,20 @@ def test_a_wrong_backend_is_found(fault: str, missed: str) -> None:
         check_layer(fake(fault), device="cpu", backends=("torch",), shapes=QUICK)
 
 
+def test_a_reference_that_loses_nothing_by_luck() -> None:
+    """What half a unit in the inputs' last place makes of the result counts too, or a right backend would miss."""
+    module = fake()
+    inner = module.op
+
+    def op(*, scale: Tensor, backend: str = "auto", **rest: Any) -> Any:
+        exact = scale.double() if backend == "reference" else scale
+        return inner(scale=torch.sin(1e3 * exact).to(scale.dtype), backend=backend, **rest)
+
+    module.op = op
+    rows = parity(module, device="cpu", backends=("torch",), shapes=QUICK, dtypes=(torch.float32,))
+    assert all(row.ok for row in rows)
+
+
 def test_a_fault_at_a_seam_is_found() -> None:
     whole = [row for row in parity(fake("state"), device="cpu", backends=("torch",)) if row.quantity == "y"]
     assert {row.shape for row in whole if not row.ok} == {"T=37, cut at 5 and 22"}

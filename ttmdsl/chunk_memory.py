@@ -143,7 +143,7 @@ class ChunkMemory:
             summed = self._sum_decayed(scale, moment)
         else:
             summed = b.contract(self.weights(moment), b.rename(b.expand(scale, {"t"}), "t", "s"), {"s"})
-        if over in scale.axes:
+        if over in summed.axes:
             return b.contract(frozen, b.mul(summed, x), {over})
         return b.mul(summed, b.contract(frozen, x, {over}))
 

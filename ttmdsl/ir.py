@@ -158,10 +158,9 @@ class Builder:
         number = folded(op, *map(constant, args))
         if number is not None:
             return self.expand(self.const(number), (a for x in args for a in x.axes))
-        bare = [x.args[0] if x.op == "expand" else x for x in args]  # of use where another operand has the axes
-        if {a for x in bare for a in x.axes} == {a for x in args for a in x.axes}:
-            args = tuple(bare)
-        return self.make(op, args, (a for x in args for a in x.axes), *attr)
+        bare = tuple(x.args[0] if x.op == "expand" else x for x in args)  # expands stay outside
+        value = self.make(op, bare, (a for x in bare for a in x.axes), *attr)
+        return self.expand(value, (a for x in args for a in x.axes))
 
     def add(self, a: Node, b: Node) -> Node:
         for x, y in ((a, b), (b, a)):
@@ -415,6 +414,9 @@ class Builder:
                 return self.mul(x, self.sum(y, over))
         if not over:
             return self.mul(a, b)
+        for x, y in ((a, b), (b, a)):
+            if x.op == "expand" and not set(x.axes) <= {*x.args[0].axes, *y.axes}:
+                return self.expand(self.contract(x.args[0], y, over), (z for z in (*a.axes, *b.axes) if z not in over))
         # a factor that lacks the summed axes stays outside the product of tiles
         for x, y in ((a, b), (b, a)):
             if x.op == "mul":
@@ -573,7 +575,12 @@ def depends_on(roots: Iterable[Node], sources: Iterable[Node]) -> set[Node]:
 
 def verify(program: Program) -> None:
     """Raises AssertionError where a node breaks the grammar: a bug of the compiler, never of a spec."""
+    held: dict[Node, set[str]] = {}  # axes along which a value varies, or could: those that no expand gave it
     for n in program.nodes():
+        held[n] = {*n.axes}
+        if n.op in ELEMENTWISE or n.op in ("expand", "contract"):
+            held[n] &= {x for a in n.args for x in held[a]}
+        assert n.op == "expand" or held[n] == {*n.axes}, (n.op, n.axes, held[n])
         assert n.op in ELEMENTWISE | STRUCTURAL, n.op
         union = {x for a in n.args for x in a.axes}
         if n.op in ELEMENTWISE:

@@ -304,6 +304,8 @@ def log2(b: Builder, value: Node) -> Node:
             return b.add(log2(b, value.args[0]), log2(b, value.args[1]))
         case "recip":
             return b.neg(log2(b, value.args[0]))
+        case "expand":
+            return b.expand(log2(b, value.args[0]), value.axes)
         case _:
             return b.map("log2", value)
 

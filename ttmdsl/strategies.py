@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 FUNCTIONS = {
     "unit": "unit(s)[i] = s[i] / sqrt(sum(j, s[j]^2) + eps)",
+    "sphere": "sphere(s)[i] = s[i] / sqrt(sum(j, s[j]^2))",
     "normed": "normed(s)[i] = (s[i] - mean(j, s[j])) / sqrt(mean(j, (s[j] - mean(l, s[l]))^2) + eps)",
     "gated": "gated(s)[i] = silu(s[i]) / sqrt(sum(j, silu(s[j])^2) + eps)",
     "huber": "huber(r) = 1/2 * min(r, delta)^2 + delta * max(r - delta, 0)",
@@ -213,9 +214,9 @@ def _clauses(s: _Spec, kind: _Kind, suffix: str = "") -> list[str]:
             project = f"rows(softmax, {names})"
     if not project:
         chosen = s.one(*kind.memories)
-        match s.one("", "", "", "columns", "threshold"):
-            case "columns":
-                project = f"columns({s.call('unit', '').removesuffix('()')}, {chosen})"
+        match s.one("", "", "", "sphere", "unit", "threshold"):
+            case "sphere" | "unit" as fn:
+                project = f"{s.one('columns', 'rows')}({s.call(fn, '').removesuffix('()')}, {chosen})"
             case "threshold":
                 project = f"sign({chosen}) * max(abs({chosen}) - {s.one(0.02, 0.1)}, 0)"
     batch = s.one(1, 1, 2, 3, 4, 5)
@@ -263,6 +264,26 @@ def _one_matrix(s: _Spec) -> None:
     else:
         kind = _matrix(s, "S", "d_v", "d_k", "k", "v", "q")
     s.passes = [("y", _clauses(s, kind))]
+
+
+def _one_on_the_sphere(s: _Spec) -> None:
+    """A memory whose columns or rows stay of unit length, mostly with a chunk form all the same."""
+    s.dims = ["d_k", "d_v"]
+    s.inputs = {"q": "q[d_k]", "k": "k[d_k]", "v": "v[d_v]"}
+    kind = _matrix(s, "S", "d_v", "d_k", "k", "v", "q")
+    rows, columns = kind.memories["S"]
+    batch = s.one(2, 3, 4, 5)
+    eta = s.gate("eta", s.one("unit", "positive"), "", "", f"[{rows}]", f"[{columns}]")
+    retention = f"{s.gate('alpha', 'decay', '', f'[{rows}]', f'[{columns}]')} * S"
+    clauses = [
+        f"memory S[{rows}, {columns}]{s.one('', ' = orthonormal')}",
+        f"bias {_bias(s, kind, '')}",
+        *s.one([], [f"retention {retention}"]),
+        f"optimizer gd(rate = {eta}, batch = {batch})",
+        f"project {s.one('columns', 'rows')}({s.call('sphere', '').removesuffix('()')}, S)",
+        f"read {kind.answer}",
+    ]
+    s.passes = [("y", clauses)]
 
 
 def _one_argmin(s: _Spec) -> None:
@@ -325,7 +346,8 @@ def layer_specs() -> SearchStrategy[str]:
     @st.composite
     def text(pick: DrawFn) -> str:
         s = _Spec(pick)
-        s.one(_one_matrix, _one_matrix, _one_matrix, _one_deep, _one_deep, _two_passes, _one_argmin, _one_kernel)(s)
+        usual = (_one_matrix, _one_matrix, _one_matrix, _one_deep, _one_deep, _two_passes)
+        s.one(*usual, _one_on_the_sphere, _one_argmin, _one_kernel)(s)
         return s.text()
 
     return text()
@@ -346,7 +368,7 @@ def shapes(tokens: int = 7, dims: Dims = (5, 3, 4)) -> list[Shape]:
     ]
 
 
-def compare(text: str, *, triton: bool = False, seed: int = 0) -> list[Row]:
+def compare(text: str, *, triton: bool = False, seed: int = 0, tokens: int = 7) -> list[Row]:
     """What misses the reference: torch in float64 or, with `triton`, the kernels in float32."""
     import torch
 
@@ -354,7 +376,8 @@ def compare(text: str, *, triton: bool = False, seed: int = 0) -> list[Row]:
     from ttmdsl.parity import parity
 
     dtype, backend = (torch.float32, "triton") if triton else (torch.float64, "torch")
-    rows = parity(compile(text), dtypes=(dtype,), shapes=shapes(), backends=(backend,), device="cpu", seed=seed)
+    sizes = shapes(tokens)
+    rows = parity(compile(text), dtypes=(dtype,), shapes=sizes, backends=(backend,), device="cpu", seed=seed)
     # nobody chose these sizes and constants: in float32 some draws lose a digit, to Newton-Schulz steps above all
     return [row for row in rows if not row.error <= row.tolerance * (10 if triton else 1)]
 
@@ -388,6 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("count", type=int, help="specs to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--triton", action="store_true", help="the kernels in Triton's interpreter, not torch")
+    parser.add_argument("--tokens", type=int, default=7, help="how many; from 20 on, most layers take several chunks")
     arguments = parser.parse_args(argv)
     if arguments.triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where the kernels are defined, at import
@@ -395,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.time()
     for number, text in enumerate(distinct(arguments.count, arguments.seed)):
         try:
-            misses = compare(text, triton=arguments.triton)
+            misses = compare(text, triton=arguments.triton, tokens=arguments.tokens)
             report = "\n".join(f"{r.shape}: {r.quantity} {r.error:.1e}" for r in misses[:6])
         except Exception as error:  # a crash is a finding too, and the run goes on
             report = f"{type(error).__name__}: {error}"
