@@ -9,10 +9,11 @@ import torch
 from ir_eval import Interpreter, draw_leaf
 from torch import Tensor
 
+from ttmdsl.builder import Builder
 from ttmdsl.check import check
 from ttmdsl.derive import derive
 from ttmdsl.differentiate import DIFFERENTIABLE, RULES, differentiate, gradients
-from ttmdsl.ir import Builder, Node, Program, constant, reachable, verify
+from ttmdsl.ir import Node, Program, constant, reachable, verify
 from ttmdsl.loader import read
 from ttmdsl.lower import Form, Lowered, lower
 from ttmdsl.parse import parse

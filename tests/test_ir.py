@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ir_eval import Interpreter, draw_leaf, spread
 from torch import Tensor
 
-from ttmdsl.ir import Axes, Builder, Node, Program, addends, depends_on, factors, reachable, verify
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Axes, Node, Program, addends, depends_on, factors, reachable, verify
 
 DIMS = ("i", "j", "k")
 SIZES = {"t": 3, "i": 2, "j": 4, "k": 3}

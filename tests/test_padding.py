@@ -7,7 +7,8 @@ import torch
 from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, forms
 
-from ttmdsl.ir import TOKEN_AXES, Builder, Node, Program, base_dim
+from ttmdsl.builder import Builder
+from ttmdsl.ir import TOKEN_AXES, Node, Program, base_dim
 from ttmdsl.padding import PaddingAnalysis
 
 SIZES = {"t": 4, "i": 3, "j": 2, "d_k": 3, "d_v": 5, "d": 3, "m": 2, "h": 5}

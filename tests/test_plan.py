@@ -7,7 +7,8 @@ import torch
 from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
-from ttmdsl.ir import Builder, Node, Program
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Node, Program
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
 from ttmdsl.schedule import best_order

@@ -14,8 +14,9 @@ from ir_eval import Interpreter, draw_leaf
 from torch import Tensor
 
 from ttmdsl import parity
+from ttmdsl.builder import Builder
 from ttmdsl.emit_torch import TorchPrinter
-from ttmdsl.ir import Builder, Node
+from ttmdsl.ir import Node
 from ttmdsl.loader import compile as compile_spec
 from ttmdsl.loader import read
 from ttmdsl.options import Options

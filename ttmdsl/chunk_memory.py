@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ttmdsl.ir import Builder, Node
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Node
 from ttmdsl.lower_expr import NotChunkable
 
 Moment = Literal["before", "retained", "after"]

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from ttmdsl.ir import Builder, Node, Program, depends_on, reachable
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Node, Program, depends_on, reachable
 
 Contribution: TypeAlias = tuple[Node, Node]
 Rule: TypeAlias = Callable[[Builder, Node, Node], Iterator[Contribution]]

@@ -14,7 +14,8 @@ import keyword
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
-from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, Program, base_dim, reachable
+from ttmdsl.builder import Builder
+from ttmdsl.ir import TOKEN_AXES, Axes, Node, Program, base_dim, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ttmdsl import spec as sp
+from ttmdsl.builder import Builder
 from ttmdsl.derive import gradient, with_lets
 from ttmdsl.errors import DeriveError, Diagnostic, Span
-from ttmdsl.ir import Builder, Node, Program
+from ttmdsl.ir import Node, Program
 from ttmdsl.lower_expr import Env, ExprLowering
 from ttmdsl.lower_token import bind_tensors
 from ttmdsl.rule import UpdateRule

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import sympy
 
 from ttmdsl import spec as sp
+from ttmdsl.builder import Builder
 from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, normalised
 from ttmdsl.functions import X, aggregate
-from ttmdsl.ir import Builder, Node, Program, addends, depends_on, factors
+from ttmdsl.ir import Node, Program, addends, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
 from ttmdsl.lower_token import bind_tensors
 from ttmdsl.rule import Jacobian, PassRule, UpdateRule

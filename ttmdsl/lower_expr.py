@@ -16,8 +16,9 @@ import sympy
 
 from ttmdsl import functions
 from ttmdsl import spec as sp
+from ttmdsl.builder import Builder
 from ttmdsl.errors import TtmError
-from ttmdsl.ir import Builder, Node
+from ttmdsl.ir import Node
 from ttmdsl.rule import Jacobian
 
 LOG2E = math.log2(math.e)

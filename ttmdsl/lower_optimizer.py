@@ -6,7 +6,8 @@ have their own way with momentum (lower_chunk.py); what stands here alone has no
 
 from __future__ import annotations
 
-from ttmdsl.ir import Builder, Node
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Node
 from ttmdsl.spec import LayerSpec
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -7,7 +7,8 @@ Every spec has this form. Also holds what both lowerings share: how a layer's te
 from __future__ import annotations
 
 from ttmdsl import spec as sp
-from ttmdsl.ir import Axes, Builder, Node, Program
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Axes, Node, Program
 from ttmdsl.lower_expr import LOG2E, Env, ExprLowering, matrix_axes
 from ttmdsl.lower_optimizer import newton_schulz, wider
 from ttmdsl.rule import PassRule, UpdateRule

@@ -6,7 +6,8 @@ Does not know kernels or plans.
 
 from __future__ import annotations
 
-from ttmdsl.ir import TOKEN_AXES, Axes, Builder, Node, base_dim, constant
+from ttmdsl.builder import Builder
+from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
 from ttmdsl.schedule import best_order, peak

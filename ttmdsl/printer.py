@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from ttmdsl.ir import Axes, Builder, Node, constant, reachable
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Axes, Node, constant, reachable
 
 INLINE_WIDTH = 46  # longer expressions get a name of their own; two of them fit on a line
 

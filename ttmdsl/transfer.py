@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttmdsl.ir import Builder, Node, Program, base_dim, depends_on, is_zero, reachable
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Node, Program, base_dim, depends_on, is_zero, reachable
 
 # on what depends on the state: operations that are linear in it
 _LINEAR = frozenset({"add", "neg", "sum", "expand", "rename", "cumsum", "leaf"})
