@@ -127,10 +127,10 @@ HARMLESS = {
 
 @pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
 def test_refused(text: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(SpecError) as caught:
         compiled(text)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     message = str(caught.value)
     assert message
     assert not any(c in message for c in "\0\x1b\u202e\u2028\u200b\ud800\r")
