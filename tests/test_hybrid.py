@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from mixers import padding_changes_nothing
 from torch import Tensor, nn
 
 import ttmdsl
@@ -75,16 +76,7 @@ def test_tokens_one_at_a_time_equal_the_full_pass(mixer: nn.Module) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(mixer: nn.Module, side: str) -> None:
-    x, lengths = hidden(3, 7), (7, 4, 0)
-    mask = torch.tensor([[int(t < n) for t in range(7)] for n in lengths])
-    mask = mask.flip(1) if side == "left" else mask
-    out, _, past = mixer(x, attention_mask=mask, use_cache=True)
-    assert (out[mask == 0] == 0).all()
-    more, _, _ = mixer(x[:, :2], attention_mask=torch.ones(3, 9), past_key_values=past, use_cache=True)
-    for n in range(2):
-        alone, _, state = mixer(x[n : n + 1, mask[n].bool()], use_cache=True)
-        close(out[n, mask[n].bool()], alone[0])
-        close(more[n], mixer(x[n : n + 1, :2], past_key_values=state)[0][0])
+    x, more = padding_changes_nothing(mixer, hidden(3, 7), side, close)
     close(more[2], mixer(x[2:, :2])[0][0])
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from mixers import padding_changes_nothing
 from torch import Tensor
 
 import ttmdsl
@@ -81,16 +82,7 @@ def test_pieces_equal_the_whole(layer: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(layer: torch.nn.Module, side: str) -> None:
-    x, lengths = hidden(3, 7), (7, 4, 0)
-    mask = torch.tensor([[int(t < n) for t in range(7)] for n in lengths])
-    mask = mask.flip(1) if side == "left" else mask
-    out, _, past = layer(x, attention_mask=mask, use_cache=True)
-    assert (out[mask == 0] == 0).all()
-    more, _, _ = layer(x[:, :2], attention_mask=torch.ones(3, 9), past_key_values=past, use_cache=True)
-    for n in range(2):
-        alone, _, state = layer(x[n : n + 1, mask[n].bool()], use_cache=True)
-        close(out[n, mask[n].bool()], alone[0])
-        close(more[n], layer(x[n : n + 1, :2], past_key_values=state)[0][0])
+    padding_changes_nothing(layer, hidden(3, 7), side, close)
 
 
 def test_packed_sequences_do_not_meet(layer: torch.nn.Module) -> None:

@@ -20,6 +20,11 @@ from ttmdsl.lower_expr import NotChunkable
 Moment = Literal["before", "retained", "after"]
 
 
+def _kept(moment: Moment) -> Literal["lower", "strict"]:
+    """Which writes are in the memory at a token: up to its own, or those before it."""
+    return "lower" if moment == "after" else "strict"
+
+
 @dataclass(frozen=True)
 class Write:
     """Token s adds left_s right_s^T (axes rows, columns); with `frozen`, a matrix scaled by `right` along its axis."""
@@ -57,6 +62,10 @@ class ChunkMemory:
             raise NotChunkable("a momentum decay per channel has no factored form")
         self.channel = channels[0] if channels else ""
 
+    def other(self, axis: str) -> str:
+        """The other one of the memory's two axes."""
+        return self.columns if axis == self.rows else self.rows
+
     def decayed(self, moment: Moment) -> Node:
         """log2 of the decay from the chunk's start to just before or just after each token's own decay."""
         return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
@@ -66,15 +75,14 @@ class ChunkMemory:
         b = self.b
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
         if self.log_momentum_decay is None:
-            kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
-            return b.label(b.map("exp2", b.mask(gap, kind, float("-inf"))), "weights")
+            return b.label(b.map("exp2", b.mask(gap, _kept(moment), float("-inf"))), "weights")
         pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
         return b.label(b.contract(b.rename(pushes, "s", "u"), b.rename(self._impulses(), "t", "u"), {"u"}), "weights")
 
     def _pushes(self, moment: Moment) -> Node:
         b = self.b
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
-        return b.map("exp2", b.mask(gap, "lower" if moment == "after" else "strict", float("-inf")))
+        return b.map("exp2", b.mask(gap, _kept(moment), float("-inf")))
 
     def _impulses(self) -> Node:
         """2^(m_t - m_s) for t >= s: how much of write s the momentum still holds at t."""
@@ -99,7 +107,7 @@ class ChunkMemory:
         return y
 
     def read_start(self, x: Node, over: str, moment: Moment) -> Node:
-        b, other = self.b, self.columns if over == self.rows else self.rows
+        b, other = self.b, self.other(over)
         decay = b.map("exp2", self.decayed(moment))
         if self.channel == over:
             y = b.contract(self.start, b.mul(decay, x), {over})
@@ -118,23 +126,23 @@ class ChunkMemory:
     def scores(self, key: Node, x: Node, over: str, moment: Moment) -> Node:
         """score[t, s]: how much of write s a read through x_t picks up, its decay too unless per content channel."""
         b = self.b
-        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
         if self.channel == over:
             axes = {"t", over}
             gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
             key = b.rename(b.expand(key, axes), "t", "s")
-            return b.label(b.decay_dot(b.expand(x, axes), key, gq, gk, kind, over), "scores")
+            return b.label(b.decay_dot(b.expand(x, axes), key, gq, gk, _kept(moment), over), "scores")
         match = b.contract(b.expand(x, {"t"}), b.rename(b.expand(key, {"t"}), "t", "s"), {over})
-        return b.label(b.mul(match, self.weights(moment)) if not self.channel else b.mask(match, kind), "scores")
+        return b.label(
+            b.mul(match, self.weights(moment)) if not self.channel else b.mask(match, _kept(moment)), "scores"
+        )
 
     def mix(self, scores: Node, content: Node, moment: Moment, over: str) -> Node:
         b = self.b
         content = b.rename(b.expand(content, {"t"}), "t", "s")
         if self.channel in ("", over):
             return b.contract(scores, content, {"s"})
-        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
         gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
-        return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, kind)
+        return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, _kept(moment))
 
     def _read_frozen(self, frozen: Node, scale: Node, x: Node, over: str, moment: Moment) -> Node:
         b = self.b
@@ -151,10 +159,11 @@ class ChunkMemory:
     def _sum_decayed(self, scale: Node, moment: Moment) -> Node:
         """Sum over writes of a number for every channel, decayed to each token."""
         b = self.b
-        kind: Literal["lower", "strict"] = "lower" if moment == "after" else "strict"
         gk = b.rename(self.total, "t", "s")
-        every = b.mask(b.const(1.0), kind)
-        return b.decay_mix(every, b.rename(b.expand(scale, self.total.axes), "t", "s"), self.decayed(moment), gk, kind)
+        every = b.mask(b.const(1.0), _kept(moment))
+        return b.decay_mix(
+            every, b.rename(b.expand(scale, self.total.axes), "t", "s"), self.decayed(moment), gk, _kept(moment)
+        )
 
     # -- the chunk's end -------------------------------------------------------------------------------------
 
@@ -203,7 +212,7 @@ def normalised(memory: ChunkMemory, over: str) -> ChunkMemory:
     one outer product and one frozen matrix.
     """
     b = memory.b
-    channel = memory.columns if over == memory.rows else memory.rows
+    channel = memory.other(over)
     if memory.momentum is not None:
         raise NotChunkable("momentum under a projection after every token has no factored form")
     if memory.channel == over:

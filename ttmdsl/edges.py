@@ -110,10 +110,11 @@ def at_edges(
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The greatest relative RMS error; of y by itself, of a gradient beside at least 1e-4 of the largest one."""
-    sizes = [float(t.square().mean().sqrt()) for t in exact]
-    least = [0.0] + [1e-4 * max(sizes[1:])] * (len(sizes) - 1)
-    errors = [float((f.double() - t).square().mean().sqrt()) for f, t in zip(found, exact, strict=True)]
-    return max(e / max(s, m) for e, s, m in zip(errors, sizes, least, strict=True) if max(s, m) > 0)
+    from ttmdsl.parity import relative_error, rms
+
+    least = 1e-4 * max(map(rms, exact[1:]))
+    pairs = list(zip(found, exact, strict=True))
+    return max(relative_error(f.double(), t, least if n else 0.0) for n, (f, t) in enumerate(pairs))
 
 
 def page(rows: Sequence[Edge], tokens: int, dtype: str, device: str) -> str:

@@ -254,8 +254,8 @@ class _Function:
             self.body.append(f'{variables[name]} = {way.source}["{name}"]')
         needed = under(later)
         stacks = {leaf: self.names.get(f"{variables[k]}_all") for k, leaf in carried.items() if leaf in needed}
-        by_token = [n for n in reachable(results.values(), self.printer.text) if n.op in BY_TOKEN and n in needed]
-        by_token = [n for n in by_token if n not in self.printer.text]
+        found = reachable(results.values(), self.printer.text)
+        by_token = [n for n in found if n.op in BY_TOKEN and n in needed and n not in self.printer.text]
         kept = {n: self.names.get(f"{self._label(n)}_all") for n in by_token}
         self.body += [f"{stack} = []" for stack in (stacks | kept).values()]
         ends = {k: variables.get(k) or self.names.get(way.prefix + k) for k in results}

@@ -177,8 +177,7 @@ class Probe:
         if self.x is not None and (self.x is not x or self.over != over):
             raise NotChunkable("the gradient at every token reads the memory through more than one vector")
         self.x, self.over = x, over
-        other = self.memory.columns if over == self.memory.rows else self.memory.rows
-        self.unknown = self.b.leaf("saved", f"{self.memory.name} read", ("t", other))
+        self.unknown = self.b.leaf("saved", f"{self.memory.name} read", ("t", self.memory.other(over)))
         return self.unknown
 
 

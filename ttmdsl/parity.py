@@ -153,17 +153,19 @@ def _quantities(drawn: Drawn, y: Tensor, final: Tensors, seed: int) -> dict[str,
 # ---- comparing ------------------------------------------------------------------------------------------------------
 
 
-def _rms(t: Tensor) -> float:
+def rms(t: Tensor) -> float:
+    """The root of the mean square; 0 where there is nothing."""
     return float(t.square().mean().sqrt()) if t.numel() else 0.0
 
 
-def _error(got: Tensor, expected: Tensor, least: float) -> float:
+def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """The RMS of the difference over that of what is expected, which counts for `least` at least."""
     if got.shape != expected.shape:
         return math.inf
-    difference = _rms(got - expected)
+    difference = rms(got - expected)
     if difference == 0:
         return 0.0
-    return difference / max(_rms(expected), least) if max(_rms(expected), least) > 0 else math.inf
+    return difference / max(rms(expected), least) if max(rms(expected), least) > 0 else math.inf
 
 
 def _rows(
@@ -176,11 +178,11 @@ def _rows(
 ) -> Iterator[Row]:
     for family, wanted in expected.items():
         # what counts tokens is compared exactly: it says nothing of the other values' scale
-        scale = max((_rms(t) for key, t in wanted.items() if key not in _COUNTS), default=0.0)
+        scale = max((rms(t) for key, t in wanted.items() if key not in _COUNTS), default=0.0)
         least = _NOTHING[dtype] * scale
         for key in {**wanted, **got[family]}:
             both = key in wanted and key in got[family]
-            error = _error(got[family][key], wanted[key], least) if both else math.inf
+            error = relative_error(got[family][key], wanted[key], least) if both else math.inf
             most = _tolerance(dtype, key, lost)
             yield Row(backend, str(dtype).removeprefix("torch."), shape.label, key, error, most, error <= most)
 

@@ -24,10 +24,11 @@ from typing import Literal
 from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
 from ttmdsl.schedule import peak
-from ttmdsl.staging import ROOM, staged
+from ttmdsl.staging import staged
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
+ROOM = 7  # tiles of 64 x 64 that four warps can keep alive
 SPILL = 6  # products that a tile beyond those costs, about
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
 DEAR = frozenset({"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"})
@@ -68,6 +69,11 @@ class Kernel:
     def leaves(self) -> list[Node]:
         """Leaves that this slice needs."""
         return [n for n in self.nodes() if n.op == "leaf"]
+
+    def giving(self, saved: tuple[Node, ...]) -> Kernel:
+        """The kernel with those saved values that it needs."""
+        needed = set(reachable(self.roots, set(saved)))
+        return replace(self, given=tuple(n for n in saved if n in needed and n not in self.saves))
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def plan(name: str, form: Form) -> Plan:
     for i, share in enumerate(shares(form.backward, gradients, saved)):
         outputs = tuple((k, gradients[k]) for k in share)
         kernel = Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs)
-        backward += staged(_giving(kernel, saved))
+        backward += staged(kernel.giving(saved))
     parts = _parts(name, form.forward, before.saves if before else ())
     first, late = (staged(k) if k else [] for k in (before, free))
     return Plan(name, (*first, forward), (*late, *backward), parts)
@@ -212,7 +218,7 @@ def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, giv
         # the products that a value needs are saved, unless it alone needs several of them
         alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
         saves.update(dict.fromkeys([n] if alone else found))
-    return _giving(Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)), given) if saves else None
+    return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
 
 
 def _sources(node: Node, given: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -243,13 +249,7 @@ def _scan(
     carried = carries(program)
     blocked = free_axis(program, [*outputs.values(), *carried.values(), *cuts], saved)
     stored = tuple(outputs.items()), tuple(carried.items()), keeps, cuts
-    return _giving(Kernel(f"{name}_kernel", "scan", program, reverse, *stored, blocked=blocked), saved)
-
-
-def _giving(kernel: Kernel, saved: tuple[Node, ...]) -> Kernel:
-    """The kernel with those saved values that it needs."""
-    needed = set(reachable(kernel.roots, set(saved)))
-    return replace(kernel, given=tuple(n for n in saved if n in needed and n not in kernel.saves))
+    return Kernel(f"{name}_kernel", "scan", program, reverse, *stored, blocked=blocked).giving(saved)
 
 
 def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...]) -> list[list[str]]:

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ttmdsl.ir import Node, constant, reachable
+from ttmdsl.ir import Node, constant
 from ttmdsl.schedule import best_order, weight
 
 if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
-ROOM = 7  # tiles of 64 x 64 that four warps can keep alive
 WHOLE = 16  # a kernel of that many stays whole: a few tiles spill more cheaply than they cross
 MOST = 10  # what each of several may have
 _SAME = frozenset({"rename", "expand", "neg"})  # cheaper than a load
@@ -45,8 +44,7 @@ def staged(kernel: Kernel) -> list[Kernel]:
         saves = dict.fromkeys([*(n for n in kernel.saves if place[n] == i), *(n for n in crossing if place[n] == i)])
         name = kernel.name.replace("_kernel", f"_{i + 1}_kernel")
         part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=frozenset(crossing), lazy=True)
-        needed = set(reachable(part.roots, set(known)))
-        result.append(replace(part, given=tuple(n for n in known if n in needed and n not in saves)))
+        result.append(part.giving(known))
         known += tuple(n for n in saves if n not in known)
     return [part for part in result if part.roots]
 

@@ -105,9 +105,9 @@ def _remade(b: Builder, n: Node, args: tuple[Node, ...]) -> Node:
             return b.sum(args[0], n.reduced)
         case "expand":
             return b.expand(args[0], n.axes)
-        case "cumsum" | "mask" | "rename" if is_zero(args[0]):
+        case "mask" if is_zero(args[0]):
             return b.zero(n.axes)
-        case "decay_dot" | "decay_mix" | "decay_mix_t" if is_zero(args[0]) or is_zero(args[1]):
-            return b.zero(n.axes)
+        case "cumsum" | "rename" | "decay_dot" | "decay_mix" | "decay_mix_t":
+            return getattr(b, n.op)(*args, *n.attr)  # type: ignore[no-any-return]
         case _:
             return b.make(n.op, args, n.axes, *n.attr)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import ttmdsl
 from ttmdsl.demo.model import LanguageModel
+from ttmdsl.demo.train import descend
 from ttmdsl.loader import read
 from ttmdsl.options import Options
 from ttmdsl.pipeline import run
@@ -125,12 +126,8 @@ def train(
     while len(losses) < settings.steps:
         tokens, answers = task.draw(settings.batch, generator)
         loss = F.cross_entropy(model(tokens)[:, -task.pairs :].flatten(0, 1), answers.flatten())
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        losses.append(descend(model, optimizer, loss))
         schedule.step()
-        losses.append(loss.item())
         report(losses)
         if len(losses) >= 10 and recent(losses) < settings.enough * task.chance:
             break

@@ -115,12 +115,16 @@ def evaluate(model: ByteModel, tokens: Tensor, settings: Settings) -> float:
 def _step(model: ByteModel, optimizer: torch.optim.Optimizer, window: Tensor, rate: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss = _nats(model(window[:, :-1]), window[:, 1:])
+    return descend(model, optimizer, _nats(model(window[:, :-1]), window[:, 1:])) / math.log(2)
+
+
+def descend(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    """One step of the optimizer, gradients clipped to a norm of 1; gives the loss before it."""
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return loss.item() / math.log(2)
+    return loss.item()
 
 
 def _draw(tokens: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
