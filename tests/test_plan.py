@@ -11,8 +11,10 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import Program
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
-from ttmdsl.schedule import best_order
+from ttmdsl.schedule import best_order, weights
 from ttmdsl.staging import MOST, is_input, operands, peak_of_loads
+
+FULL = weights(64)
 
 
 def plans() -> list[tuple[str, Form, Plan]]:
@@ -20,7 +22,7 @@ def plans() -> list[tuple[str, Form, Plan]]:
     for name, consts in LAYERS:
         for kind, form in forms(name, consts).items():
             if kind != "token":
-                found.append((f"{name} {consts} {kind}", form, plan(kind, form)))
+                found.append((f"{name} {consts} {kind}", form, plan(kind, form, FULL)))
     return found
 
 
@@ -107,13 +109,15 @@ def test_gradients_are_shared_out_in_full() -> None:
 
 def test_a_kernel_of_many_tiles_is_several_that_have_room() -> None:
     form = forms("trellis", {"b": 4})["chunk"]
-    found = plan("chunk", form)
-    parts = [k for k in found.backward if k.lazy]
+    found = plan("chunk", form, FULL)
+    parts = [k for k in found.backward if k.exact]
     assert len(parts) > 4
     for part in parts:
         known = set(part.given)
         nodes = [n for n in part.nodes() if n not in known and not is_input(n)]
         # the order is another than the one it was cut in
-        assert peak_of_loads(best_order(nodes, [], operands)) <= MOST + 2
+        assert peak_of_loads(best_order(nodes, [], operands, FULL), FULL) <= MOST + 2
         assert set(part.saves) <= {n for k in found.backward for n in k.given}
-    assert not any(k.lazy for k in plan("chunk", forms("gated_delta_net", {})["chunk"]).backward)
+    assert not any(k.exact for k in plan("chunk", forms("gated_delta_net", {})["chunk"], FULL).backward)
+    # tiles of a short chunk are small
+    assert not any(k.exact for k in plan("chunk", forms("lattice_dec", {"b": 4})["chunk"], weights(16)).backward)

@@ -31,7 +31,9 @@ from ttmdsl.print_triton import (
     store_token,
 )
 from ttmdsl.printer import Names
+from ttmdsl.schedule import Weight, best_order, peak, weights
 from ttmdsl.spec import LayerSpec
+from ttmdsl.staging import MOST
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
 from ttmdsl.transfer import Transfer
@@ -42,6 +44,10 @@ LOCALS = frozenset(
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments"
     " step".split()
 )
+
+
+DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
+PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class KernelText:
     name: str
     doc: str
     kind: Kind = "scan"
-    alive: int = 0
+    alive: float = 0.0
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
     blocked: str = ""
@@ -115,30 +121,37 @@ class KernelWriter:
 
     def load(self, leaf: Node) -> str:
         """The line that loads a leaf at one unit; its name becomes the leaf's text."""
-        name = self.printer.names.get(leaf.name if leaf.role != "cot" else f"d_{leaf.name}")
-        order = self.shapes[leaf.name]
+        name = self.printer.text[leaf] = self.printer.names.get(self.printer.wish(leaf))
+        return f"{name} = {self.loaded(leaf)}"
+
+    def loaded(self, leaf: Node) -> str:
+        """Text that loads a leaf at one unit."""
+        order = self.shapes.get(leaf.name, ())
         match leaf.role:
             case "token":
                 pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
-                line = load_token(pointer, leaf.axes, order)
+                return load_token(pointer, leaf.axes, order)
             case "param":
                 pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
-                line = load_block(pointer, "h", leaf.axes, order)
+                return load_block(pointer, "h", leaf.axes, order)
             case "cot":
-                line = load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
+                return load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
+            case "carry" | "cocarry":
+                return self.load_state("units", PREFIX[leaf.role], leaf.name, leaf.axes, "u * H + h")
             case role:
                 raise AssertionError(role)
-        self.printer.text[leaf] = name
-        return f"{name} = {line}"
 
     def load_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, when: str = "") -> str:
         """Text that loads a state from the array of starts, units or ends; zero unless `when`."""
-        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
-        return load_block(pointer, base, axes, self.states[name], when)
+        return load_block(self._state(kind, prefix, name), base, axes, self.states[name], when)
 
     def store_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, value: str) -> str:
-        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
-        return store_block(pointer, base, axes, self.states[name], value)
+        return store_block(self._state(kind, prefix, name), base, axes, self.states[name], value)
+
+    def _state(self, kind: str, prefix: str, name: str) -> str:
+        """The pointer to a state's array: float32, but of every chunk's start in the dtype that products take."""
+        dtype = "input" if kind == "units" and self.unit == "chunk" else "float32"
+        return self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', dtype)
 
     def saved(self, node: Node, kernel: Kernel) -> str:
         """The pointer to where a value is saved."""
@@ -152,7 +165,7 @@ class KernelWriter:
         for node in kernel.given:
             if is_per_token(node) and node not in kernel.exact:
                 self.printer.loaded.add(node)
-            if kernel.lazy:
+            if kernel.kind == "map":
                 self.printer.loads[node] = load_saved(self.saved(node, kernel), node.axes)
                 continue
             name = self.printer.text[node] = self.printer.names.get(self.printer.builder.labels.get(node, node.op))
@@ -214,18 +227,18 @@ def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
     return f"{builder.labels.get(node, node.op)}_{node.id}{'_exact' if node in exact else ''}"
 
 
-def _printer(program: Program, spec: LayerSpec) -> TritonPrinter:
+def _printer(program: Program, spec: LayerSpec, weight: Weight) -> TritonPrinter:
     taken = {*LOCALS, *keyword.kwlist, *(f"fresh_{p.optimizer.batch}" for p in spec.passes)}
     for d in spec.dims:
         taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
-    return TritonPrinter(program.builder, Names(taken), program.unit)
+    return TritonPrinter(program.builder, Names(taken), program.unit, weight)
 
 
-def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
+def write_scan(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
     """The text of a scan kernel: a walk over the units of one sequence and head."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
     text.signature = _signature(kernel, text.way)
-    printer = _printer(kernel.program, spec)
+    printer = _printer(kernel.program, spec, weight)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
     role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
@@ -252,7 +265,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
             printer.text[leaf] = printer.names.get(leaf.name)
             loads.append(f"{printer.text[leaf]} = {writer.load_state('units', '', leaf.name, leaf.axes, 'u * H + h')}")
     text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=True))]
-    text.alive = round(printer.alive)
+    text.alive = round(printer.alive + sum(map(weight, carried.values())), 1)
     for name, value in results.items():
         if name not in variables:  # no unit reads it: what the last unit hands on is the end
             store = writer.store_state(target, prefix, name, value.axes, "n * H + h", printer.sanitized(value))
@@ -268,35 +281,37 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     return text
 
 
-def write_map(spec: LayerSpec, kernel: Kernel) -> KernelText:
+def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind))
-    printer = _printer(kernel.program, spec)
+    printer = _printer(kernel.program, spec, weight)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
     leaves = kernel.leaves()
-    before, loads = writer.inputs(leaves)
-    loads += writer.given(kernel)
-    for leaf in leaves:
-        if leaf.role in ("carry", "cocarry"):
-            prefix = "d_" if leaf.role == "cocarry" else ""
-            name = printer.text[leaf] = printer.names.get(prefix + leaf.name)
-            loads.append(f"{name} = {writer.load_state('units', prefix, leaf.name, leaf.axes, 'u * H + h')}")
-    text.body = [*before, *loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=False))]
-    text.alive = round(printer.alive)
+    large = [leaf for leaf in leaves if len(leaf.axes) > 1]
+    printer.loads |= {leaf: writer.loaded(leaf) for leaf in large}
+    text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in large) for line in lines]
+    text.body += writer.given(kernel)
+    # loads are begun before all else, so that none is waited for alone; where that takes too much room, when first used
+    loaded = [n for n in kernel.nodes() if n in printer.loads]
+    rest = best_order([n for n in kernel.nodes() if n not in printer.loads], [], printer.operands, weight)
+    ahead = peak([*loaded, *rest], (), printer.operands, weight)
+    text.body += printer.emit(loaded) if ahead <= MOST else []
+    text.body += printer.emit(kernel.roots, writer.stores(kernel, keep=False))
+    text.alive = round(ahead if ahead <= MOST else printer.alive, 1)
     return text
 
 
-def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
+def write_token_backward(spec: LayerSpec, form: Form, name: str, weight: Weight) -> KernelText:
     """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
     text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
     forward, backward = carries(form.forward), form.backward.outputs
     roots = list(backward.values())
     text.signature = signature("token reverse", [*roots, *forward.values()])
-    printer = _printer(form.backward, spec)
+    printer = _printer(form.backward, spec, weight)
     nodes = reachable([*roots, *forward.values()])
     writer = KernelWriter(spec, text, nodes, "token", printer)
     # the states of a segment once more: forward values have names of their own, as they belong to another loop
-    replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit)
+    replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit, weight)
     replayer = KernelWriter(spec, text, nodes, "token", replay)
     before, loads = replayer.inputs(n for n in reachable(forward.values()) if n.op == "leaf")
     states = {n.name: n for n in form.forward.leaves() if n.role == "carry"}
@@ -324,6 +339,7 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
         variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
         text.before.append(f"{variables[key]} = {writer.load_state('end', 'd_', key, leaf.axes, 'n * H + h')}")
     text.body += printer.emit(roots)
+    text.alive = round(max(printer.alive, replay.alive) + sum(map(weight, forward.values())), 1)
     params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
     for key, value in backward.items():
         if key.startswith("carry:"):
@@ -390,35 +406,51 @@ class FormTexts:
         return self.forward + self.backward + parts + tuple(text for _, text in self.transfers)
 
 
+def unit_tokens(lowered: Lowered) -> int:
+    """The most tokens of a chunk that its tiles leave room for."""
+    programs = [p for f in _forms(lowered).values() for p in (f.forward, f.backward)]
+    ops = {n.op for p in programs for n in p.nodes()}
+    # tiles that a chunk holds at once: with many, as a window's keys and values, shorter ones leave room for all
+    vectors = max(sum(n.role == "token" and len(n.axes) > 1 for n in p.leaves()) for p in programs[::2])
+    return 16 if "norm_scan" in ops else 32 if ops & DECAYED or vectors > 6 else 64
+
+
+def _forms(lowered: Lowered) -> dict[str, Form]:
+    found = {"chunk": lowered.chunk, "resumed": lowered.resumed, "token": lowered.token}
+    return {name: form for name, form in found.items() if form is not None}
+
+
 def write_forms(lowered: Lowered) -> list[FormTexts]:
     """All kernels of a layer: the chunk forms where there are any, last the sequential form."""
     spec = lowered.rule.spec
     texts = []
-    for name, form in (("chunk", lowered.chunk), ("resumed", lowered.resumed)):
-        if form is not None:
-            texts.append(_form_texts(spec, plan(name, form), form))
-    token = token_kernel(lowered.token)
-    backward = write_token_backward(spec, lowered.token, "_token_backward_kernel")
+    tokens = unit_tokens(lowered)
+    weight = weights(max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens)
+    *chunks, (_, last) = _forms(lowered).items()
+    texts = [_form_texts(spec, plan(name, form, weight), weight) for name, form in chunks]
+    token = token_kernel(last)
+    backward = write_token_backward(spec, last, "_token_backward_kernel", weight)
     carried = [k for k, _ in token.carried]
-    texts.append(FormTexts("token", (write_scan(spec, token),), (backward,), list(token.keeps), [], carried))
+    scan = write_scan(spec, token, weight)
+    texts.append(FormTexts("token", (scan,), (backward,), list(token.keeps), [], carried))
     return texts
 
 
-def _form_texts(spec: LayerSpec, p: Plan, form: Form) -> FormTexts:
-    b = form.forward.builder
+def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
+    b = p.forward[0].program.builder
     write = {"scan": write_scan, "map": write_map}
     scans = [next(k for k in kernels if k.kind == "scan") for kernels in (p.forward, p.backward)]
     return FormTexts(
         p.name,
-        tuple(write[k.kind](spec, k) for k in p.forward),
-        tuple(write[k.kind](spec, k) for k in p.backward),
+        tuple(write[k.kind](spec, k, weight) for k in p.forward),
+        tuple(write[k.kind](spec, k, weight) for k in p.backward),
         list(scans[0].keeps),
         list(scans[1].keeps),
         [k for k, _ in scans[0].carried],
         {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},
-        write_scan(spec, p.parts.carry) if p.parts else None,
-        tuple((t, write_scan(spec, kernel)) for t, kernel in p.parts.transfers) if p.parts else (),
+        write_scan(spec, p.parts.carry, weight) if p.parts else None,
+        tuple((t, write_scan(spec, kernel, weight)) for t, kernel in p.parts.transfers) if p.parts else (),
     )
 
 
@@ -427,15 +459,15 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     spec = lowered.rule.spec
     *chunks, token = write_forms(lowered)
     kernels = [k for form in (*chunks, token) for k in form.kernels()]
-    forms = {name: f for name, f in (("chunk", lowered.chunk), ("resumed", lowered.resumed)) if f is not None}
+    forms = _forms(lowered)
     form_signatures = {
-        name: signature(name, [*f.forward.outputs.values(), *f.backward.outputs.values()]) for name, f in forms.items()
+        name: signature(name, [*f.forward.outputs.values(), *f.backward.outputs.values()])
+        for name, f in forms.items()
+        if name != "token"
     }
-    programs = [f for f in (lowered.token, lowered.chunk, lowered.resumed) if f is not None]
-    ops = {n.op for f in programs for q in (f.forward, f.backward) for n in q.nodes()}
-    per_channel = bool(ops & {"decay_dot", "decay_mix", "decay_mix_t"})
-    # tiles that a chunk holds at once: with many, as a window's keys and values, shorter ones leave room for all
-    vectors = max(sum(n.role == "token" and len(n.axes) > 1 for n in f.forward.leaves()) for f in programs)
+    programs = [p for f in forms.values() for p in (f.forward, f.backward)]
+    ops = {n.op for p in programs for n in p.nodes()}
+    keywords = [t.keyword for t in spec.tensors]
     return render(
         "triton.py.j2",
         chunks=chunks,
@@ -446,12 +478,14 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         tuned_table=tuned_table,
         ops=ops,
         newton_schulz=NEWTON_SCHULZ,
-        chunk=16 if "norm_scan" in ops else 32 if per_channel or vectors > 6 else 64,
-        per_channel=per_channel,
+        chunk=unit_tokens(lowered),
+        per_channel=bool(ops & DECAYED),
         cut=any(c.carry for c in chunks),
         batch=lowered.batch,
         tensors={t.keyword: t.shape for t in spec.tensors},
-        idle=[t.keyword for t in spec.tensors if any(f"d:{t.keyword}" not in f.backward.outputs for f in programs)],
+        idle=[
+            t.keyword for t in spec.tensors if any(f"d:{t.keyword}" not in f.backward.outputs for f in forms.values())
+        ],
         tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
         output=spec.passes[-1].read.shape,
     )

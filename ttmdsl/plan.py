@@ -23,7 +23,7 @@ from typing import Literal
 
 from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
-from ttmdsl.schedule import peak
+from ttmdsl.schedule import Weight, peak
 from ttmdsl.staging import staged
 from ttmdsl.transfer import Transfer, transfers
 
@@ -42,7 +42,7 @@ class Kernel:
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
     `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
-    a value for every token in the inputs' dtype. `lazy`: what is given is loaded where it is first used.
+    a value for every token in the inputs' dtype.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Kernel:
     given: tuple[Node, ...] = ()
     blocked: str = ""
     exact: frozenset[Node] = frozenset()
-    lazy: bool = False
 
     @property
     def roots(self) -> list[Node]:
@@ -118,8 +117,8 @@ def carries(program: Program) -> dict[str, Node]:
     return {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
 
 
-def plan(name: str, form: Form) -> Plan:
-    """The kernels of a chunk form."""
+def plan(name: str, form: Form, weight: Weight) -> Plan:
+    """The kernels of a chunk form; `weight` is what its values weigh in registers."""
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
     gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
     kept = tuple(n.name for n in form.backward.leaves() if n.role == "carry")
@@ -140,12 +139,12 @@ def plan(name: str, form: Form) -> Plan:
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
     backward = [_scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
     saved += cuts
-    for i, share in enumerate(shares(form.backward, gradients, saved)):
+    for i, share in enumerate(shares(form.backward, gradients, saved, weight)):
         outputs = tuple((k, gradients[k]) for k in share)
         kernel = Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs)
-        backward += staged(kernel.giving(saved))
+        backward += staged(kernel.giving(saved), weight)
     parts = _parts(name, form.forward, before.saves if before else ())
-    first, late = (staged(k) if k else [] for k in (before, free))
+    first, late = (staged(k, weight) if k else [] for k in (before, free))
     return Plan(name, (*first, forward), (*late, *backward), parts)
 
 
@@ -252,7 +251,7 @@ def _scan(
     return Kernel(f"{name}_kernel", "scan", program, reverse, *stored, blocked=blocked).giving(saved)
 
 
-def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...]) -> list[list[str]]:
+def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...], weight: Weight) -> list[list[str]]:
     """Which kernels share the gradients of the inputs: the cheapest of a few divisions, by products and spills."""
     gates = [k for k, v in gradients.items() if len(v.axes) < 2]
     vectors = {k: v for k, v in gradients.items() if k not in gates}
@@ -264,7 +263,7 @@ def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...]
         total = 0.0
         for share in division:
             nodes = [n for n in reachable([gradients[k] for k in share], set(saved)) if n not in saved]
-            alive = peak([n for n in nodes if n.op not in ("leaf", "const", "size")], (), lambda n: n.args)
+            alive = peak([n for n in nodes if n.op not in ("leaf", "const", "size")], (), lambda n: n.args, weight)
             total += 1 + sum(map(_is_product, nodes)) + SPILL * max(0.0, alive - ROOM)
         return total
 

@@ -10,7 +10,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
-from ttmdsl.schedule import best_order, peak
+from ttmdsl.schedule import Weight, best_order, peak
 
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
@@ -43,18 +43,24 @@ class TritonPrinter(Printer):
     (Newton-Schulz): it takes float32, as the triangular inverse does.
     """
 
-    def __init__(self, builder: Builder, names: Names, unit: str) -> None:
+    def __init__(self, builder: Builder, names: Names, unit: str, weight: Weight) -> None:
         super().__init__(builder, names)
+        self.weight = weight
         self.dot = "tl.float32, INVERSE" if unit == "token" else "DOT, PRECISION"
         self.padding = PaddingAnalysis()
-        self.alive = 0.0  # the most tiles alive at once
+        self.alive = 0.0  # the most tiles alive at once, by weight
         self.loaded: set[Node] = set()  # values that an earlier kernel saved, in the inputs' dtype
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
-        best = best_order(nodes, kept, self.operands)
-        self.alive = max(self.alive, peak(best, kept, self.operands))
+        best = best_order(nodes, kept, self.operands, self.weight)
+        self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))
         return best
+
+    def wish(self, node: Node) -> str:
+        if node.op == "leaf":
+            return f"d_{node.name}" if node.role in ("cot", "cocarry") else node.name
+        return super().wish(node)
 
     def raw(self, node: Node) -> bool:
         """Whether a value still has the dtype it was loaded in, as products of tiles want it."""

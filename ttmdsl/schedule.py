@@ -1,47 +1,61 @@
 """The order in which a kernel computes its values: tiles live in registers, so few should be alive at once.
 
-Input: nodes in any order that respects dependence. Output: the best of a few such orders by the peak of live tiles.
-Does not move loads, and does not choose what is computed.
+Input: nodes in any order that respects dependence, and what they weigh. Output: the best of a few such orders by peak.
+Does not choose what is computed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from ttmdsl.ir import Node
+from ttmdsl.ir import TOKEN_AXES, Node
 
 Operands = Callable[[Node], tuple[Node, ...]]
+Weight = Callable[[Node], float]
+
+# tiles that an operation needs beside its operands and its result, as ahead-of-time compilation shows them
+WORKING = {"decay_dot": 3.0, "decay_mix": 3.0, "decay_mix_t": 3.0, "tri_inv": 2.0}
 
 
-def weight(node: Node) -> float:
-    """Registers that a value takes, in tiles."""
-    return (0.0, 1 / 64, 1.0)[min(len(node.axes), 2)]
+def weights(tokens: int) -> Weight:
+    """What values weigh where a unit has that many tokens: registers, in tiles of 64 x 64. Dims count as 64; what is
+    loaded has half the precision of what is computed."""
+
+    def weight(node: Node) -> float:
+        if len(node.axes) < 2:
+            return len(node.axes) / 64
+        tile = math.prod(tokens / 64 for x in node.axes[:2] if x in TOKEN_AXES)
+        return tile / 2 if node.role in ("token", "cot") else tile
+
+    return weight
 
 
-def peak(order: list[Node], roots: Iterable[Node], operands: Operands) -> float:
-    """The most tiles alive at once; roots stay alive to the end."""
-    kept = set(roots)
-    inside = set(order)
+def peak(order: Sequence[Node], kept: Iterable[Node], operands: Operands, weight: Weight) -> float:
+    """The most registers in use at once: what is kept stays to the end, what nothing uses is stored and gone."""
+    staying, inside = set(kept), set(order)
     left = Counter(a for n in order for a in operands(n))
     live = most = 0.0
     for n in order:
         live += weight(n)
-        most = max(most, live)
+        most = max(most, live + weight(n) * WORKING.get(n.op, 0.0))
         for a in dict.fromkeys(operands(n)):
             left[a] -= operands(n).count(a)
-            if left[a] == 0 and a in inside and a not in kept:
+            if left[a] == 0 and a in inside and a not in staying:
                 live -= weight(a)
+        if left[n] == 0 and n not in staying:
+            live -= weight(n)
     return most
 
 
-def best_order(nodes: list[Node], kept: list[Node], operands: Operands) -> list[Node]:
+def best_order(nodes: list[Node], kept: list[Node], operands: Operands, weight: Weight) -> list[Node]:
     """The nodes in the order of least peak: depth first, in both directions, or greedy; `kept` live to the end."""
     used = {a for n in nodes for a in operands(n)}
     ends = [n for n in nodes if n not in used]
-    orders = [nodes, _greedy(nodes, kept, operands)]
+    orders = [nodes, _greedy(nodes, kept, operands, weight)]
     orders += [_depth_first(nodes, r, operands, flip) for r in (ends, ends[::-1]) for flip in (False, True)]
-    return min((o for o in orders if len(o) == len(nodes)), key=lambda order: peak(order, kept, operands))
+    return min((o for o in orders if len(o) == len(nodes)), key=lambda order: peak(order, kept, operands, weight))
 
 
 def _depth_first(nodes: list[Node], roots: list[Node], operands: Operands, flip: bool) -> list[Node]:
@@ -61,7 +75,7 @@ def _depth_first(nodes: list[Node], roots: list[Node], operands: Operands, flip:
     return list(order)
 
 
-def _greedy(nodes: list[Node], roots: list[Node], operands: Operands) -> list[Node]:
+def _greedy(nodes: list[Node], roots: list[Node], operands: Operands, weight: Weight) -> list[Node]:
     """Always the ready value that frees most, or adds least."""
     inside, kept = set(nodes), set(roots)
     left = Counter(a for n in nodes for a in operands(n))

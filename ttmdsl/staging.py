@@ -7,30 +7,28 @@ cheaper than a load.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ttmdsl.ir import Node, constant
-from ttmdsl.schedule import best_order, weight
+from ttmdsl.schedule import Weight, best_order, peak
 
 if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
-WHOLE = 16  # a kernel of that many stays whole: a few tiles spill more cheaply than they cross
-MOST = 10  # what each of several may have
+MOST = 12.0  # tiles of 64 x 64 in float32 that eight warps can keep alive, beside what addresses and masks take
 _SAME = frozenset({"rename", "expand", "neg"})  # cheaper than a load
 
 
-def staged(kernel: Kernel) -> list[Kernel]:
+def staged(kernel: Kernel, weight: Weight) -> list[Kernel]:
     """The kernels in a kernel's place, in order."""
     given = set(kernel.given)
     nodes = [n for n in kernel.nodes() if n not in given and not is_input(n) and len(n.axes) <= 2]
-    order = best_order(nodes, [], operands)
-    if peak_of_loads(order) <= WHOLE:
+    order = best_order(nodes, [], operands, weight)
+    if peak_of_loads(order, weight) <= MOST:
         return [kernel]
-    segments = _segments(order)
+    segments = _segments(order, weight)
     place = {n: i for i, segment in enumerate(segments) for n in segment}
     crossing: dict[Node, None] = {}
     for n in order:
@@ -43,7 +41,7 @@ def staged(kernel: Kernel) -> list[Kernel]:
         outputs = tuple((k, v) for k, v in kernel.outputs if place.get(v, 0) == i)
         saves = dict.fromkeys([*(n for n in kernel.saves if place[n] == i), *(n for n in crossing if place[n] == i)])
         name = kernel.name.replace("_kernel", f"_{i + 1}_kernel")
-        part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=frozenset(crossing), lazy=True)
+        part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=frozenset(crossing))
         result.append(part.giving(known))
         known += tuple(n for n in saves if n not in known)
     return [part for part in result if part.roots]
@@ -65,41 +63,22 @@ def _source(node: Node) -> Node:
     return node
 
 
-def peak_of_loads(segment: Sequence[Node]) -> float:
-    """The most tiles alive at once, where what comes from outside is loaded when it is first used; inputs in half the
-    precision take half the room."""
-    inside = set(segment)
-    left = Counter(a for n in segment for a in operands(n))
-    live = most = 0.0
-    loaded: set[Node] = set()
-
-    def size(n: Node) -> float:
-        return weight(n) / 2 if n.op == "leaf" else weight(n)
-
+def peak_of_loads(segment: Sequence[Node], weight: Weight) -> float:
+    """The most registers in use at once, where what comes from outside is loaded when it is first used."""
+    order: dict[Node, None] = {}
     for n in segment:
-        for a in dict.fromkeys(operands(n)):
-            if a not in inside and a not in loaded and not (a.op == "size" or constant(a) is not None):
-                loaded.add(a)
-                live += size(a)
-        live += weight(n)
-        most = max(most, live)
-        for a in dict.fromkeys(operands(n)):
-            left[a] -= operands(n).count(a)
-            if left[a] == 0 and (a in inside or a in loaded):
-                live -= size(a)
-        if left[n] == 0:  # a root: it has been stored
-            live -= weight(n)
-    return most
+        order |= dict.fromkeys((*(a for a in operands(n) if a.op != "size" and constant(a) is None), n))
+    return peak([*order], (), operands, weight)
 
 
-def _segments(order: list[Node]) -> list[list[Node]]:
+def _segments(order: list[Node], weight: Weight) -> list[list[Node]]:
     """The order cut into pieces that have room, each at the place in its last part where least crosses."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
     segments: list[list[Node]] = []
     start = 0
     while start < len(order):
         end = start + 1
-        while end < len(order) and peak_of_loads(order[start : end + 1]) <= MOST:
+        while end < len(order) and peak_of_loads(order[start : end + 1], weight) <= MOST:
             end += 1
         if end < len(order):
             places = range(start + max(1, (end - start) * 2 // 3), end + 1)

@@ -1,0 +1,42 @@
+"""Triton's interpreter with bfloat16 as a GPU computes it: products of its values, rounding to the nearest.
+
+Usage: `with halves.rounded(): ...` around calls of kernels. The interpreter (3.6 to 3.9) multiplies the bits of
+bfloat16 tiles as integers, and cuts off what it converts. With this, errors are those that a GPU shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def rounded() -> Iterator[None]:
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, trunc = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
+
+    def wide(value: Any) -> Any:
+        if value.dtype.scalar != tl.bfloat16:
+            return value
+        return TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def product(self: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
+        return dot(self, wide(a), wide(b), *rest, **options)
+
+    def narrow(self: Any, value: Any, dtype: Any) -> Any:
+        if (value.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return trunc(self, value, dtype)
+        bits = np.ascontiguousarray(value.data, np.float32).view(np.uint32).astype(np.uint64)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return TensorHandle(np.where(np.isnan(value.data), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = product, narrow
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = dot, trunc
