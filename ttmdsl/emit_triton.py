@@ -483,9 +483,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         cut=any(c.carry for c in chunks),
         batch=lowered.batch,
         tensors={t.keyword: t.shape for t in spec.tensors},
-        idle=[
-            t.keyword for t in spec.tensors if any(f"d:{t.keyword}" not in f.backward.outputs for f in forms.values())
-        ],
+        idle=[k for k in keywords if any(f"d:{k}" not in f.backward.outputs for f in forms.values())],
         tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
         output=spec.passes[-1].read.shape,
     )
