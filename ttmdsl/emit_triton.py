@@ -33,7 +33,7 @@ from ttmdsl.print_triton import (
 from ttmdsl.printer import Names
 from ttmdsl.schedule import Weight, best_order, peak, weights
 from ttmdsl.spec import LayerSpec
-from ttmdsl.staging import MOST
+from ttmdsl.staging import LIMITS
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
 from ttmdsl.transfer import Transfer
@@ -295,9 +295,9 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
     loaded = [n for n in kernel.nodes() if n in printer.loads]
     rest = best_order([n for n in kernel.nodes() if n not in printer.loads], [], printer.operands, weight)
     ahead = peak([*loaded, *rest], (), printer.operands, weight)
-    text.body += printer.emit(loaded) if ahead <= MOST else []
+    text.body += printer.emit(loaded) if ahead <= LIMITS[0] else []
     text.body += printer.emit(kernel.roots, writer.stores(kernel, keep=False))
-    text.alive = round(ahead if ahead <= MOST else printer.alive, 1)
+    text.alive = round(ahead if ahead <= LIMITS[0] else printer.alive, 1)
     return text
 
 

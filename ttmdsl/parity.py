@@ -14,8 +14,8 @@ backend in float32 may lose too.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ttmdsl.drawing import Drawn, Shape, Tensors, draw, sizes_of
+from ttmdsl.interpreted import interpreted, rounded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -240,14 +241,14 @@ def _tolerance(dtype: torch.dtype, key: str, lost: Mapping[str, float]) -> float
 def _kernels_take(module: Any, shape: Shape) -> bool:
     """Whether the kernels have room for the layer's feature maps at this size; where not, "auto" takes torch."""
     made = getattr(module, "FEATURES", {})
-    interpreted = "triton" in available(module, torch.device("cpu"))
-    return interpreted or not made or max(sizes_of(module, shape.dims)[name] for name in made) <= module._MOST_FEATURES
+    return (
+        interpreted() or not made or max(sizes_of(module, shape.dims)[name] for name in made) <= module._MOST_FEATURES
+    )
 
 
 def available(module: Any, device: torch.device) -> tuple[str, ...]:
     """The backends that can run on the device: triton on a GPU, or where Triton interprets its kernels."""
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-    return ("torch", "triton") if device.type == "cuda" or interpreted else ("torch",)
+    return ("torch", "triton") if device.type == "cuda" or interpreted() else ("torch",)
 
 
 def parity(
@@ -277,7 +278,8 @@ def parity(
                     continue
                 leaves = _leaves(drawn, None, device)
                 try:
-                    got = _quantities(leaves, *_by_backend(module, leaves, shape, backend), seed + number)
+                    with rounded() if backend == "triton" and interpreted() else contextlib.nullcontext():
+                        got = _quantities(leaves, *_by_backend(module, leaves, shape, backend), seed + number)
                 except Exception as error:
                     raise RuntimeError(f"{backend}, {dtype}, {shape.label}: {type(error).__name__}: {error}") from error
                 rows.extend(_rows(backend, dtype, shape, got, expected, lost))

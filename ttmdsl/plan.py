@@ -23,13 +23,11 @@ from typing import Literal
 
 from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
-from ttmdsl.schedule import Weight, peak
-from ttmdsl.staging import staged
+from ttmdsl.schedule import Weight
+from ttmdsl.staging import cost, staged
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
-ROOM = 7  # tiles of 64 x 64 that four warps can keep alive
-SPILL = 6  # products that a tile beyond those costs, about
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
 DEAR = frozenset({"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"})
 
@@ -252,22 +250,18 @@ def _scan(
 
 
 def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...], weight: Weight) -> list[list[str]]:
-    """Which kernels share the gradients of the inputs: the cheapest of a few divisions, by products and spills."""
+    """Which kernels share the gradients of the inputs: the cheapest of a few divisions."""
     gates = [k for k, v in gradients.items() if len(v.axes) < 2]
     vectors = {k: v for k, v in gradients.items() if k not in gates}
     divisions = [split(program, gradients, n) for n in (1, 2, 3, 4)]
     if gates and vectors:
         divisions += [[gates, *split(program, vectors, n)] for n in (1, 2)]
 
-    def cost(division: list[list[str]]) -> float:
-        total = 0.0
-        for share in division:
-            nodes = [n for n in reachable([gradients[k] for k in share], set(saved)) if n not in saved]
-            alive = peak([n for n in nodes if n.op not in ("leaf", "const", "size")], (), lambda n: n.args, weight)
-            total += 1 + sum(map(_is_product, nodes)) + SPILL * max(0.0, alive - ROOM)
-        return total
+    def price(division: list[list[str]]) -> float:
+        kernels = (Kernel("", "map", program, outputs=tuple((k, gradients[k]) for k in share)) for share in division)
+        return sum(cost(kernel.giving(saved), weight) for kernel in kernels)
 
-    return min(divisions, key=cost)
+    return min(divisions, key=price)
 
 
 def split(program: Program, gradients: dict[str, Node], groups: int) -> list[list[str]]:

@@ -1,38 +1,60 @@
 """A kernel for all units at once, as several in a row, where it would keep more tiles alive than a multiprocessor has
 registers for: what crosses from one to the next goes through memory, in float32, and each loads only what it uses.
 
-Input: a map `Kernel`. Output: the kernels in its place; itself, where it has room. Computes nothing twice but what is
-cheaper than a load.
+Input: a map `Kernel`. Output: the kernels in its place; itself, where spilling costs less. Computes nothing twice but
+what is cheaper than a load.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ttmdsl.ir import Node, constant
-from ttmdsl.schedule import Weight, best_order, peak
+from ttmdsl.schedule import WORKING, Weight, best_order, peak
 
 if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
-MOST = 12.0  # tiles of 64 x 64 in float32 that eight warps can keep alive, beside what addresses and masks take
-_SAME = frozenset({"rename", "expand", "neg"})  # cheaper than a load
+ROOM = 7.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
+LIMITS = (12.0, 9.0, ROOM)  # what each of several kernels may have
+LAUNCH, SPILL = 2.0, 8.0  # what a kernel, and a tile that finds no room, cost: in products, or loads, of a tile
+_ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
 def staged(kernel: Kernel, weight: Weight) -> list[Kernel]:
     """The kernels in a kernel's place, in order."""
-    given = set(kernel.given)
-    nodes = [n for n in kernel.nodes() if n not in given and not is_input(n) and len(n.axes) <= 2]
-    order = best_order(nodes, [], operands, weight)
-    if peak_of_loads(order, weight) <= MOST:
+    order = best_order(computed(kernel), [], operands, weight)
+    if peak_of_loads(order, weight) <= ROOM:
         return [kernel]
-    segments = _segments(order, weight)
+    ways = [[kernel], *(_cut(kernel, _segments(order, weight, limit)) for limit in LIMITS)]
+    return min(ways, key=lambda parts: sum(cost(part, weight) for part in parts))
+
+
+def cost(kernel: Kernel, weight: Weight) -> float:
+    """About how long a kernel takes, in products of two tiles; as long as loading a tile in half precision."""
+    order = best_order(computed(kernel), [], operands, weight)
+    tiles = [n for n in dict.fromkeys(a for n in order for a in operands(n)) if len(n.axes) == 2]
+    loads = sum(2.0 if n in kernel.exact else 1.0 for n in tiles if n.op == "leaf" or n in kernel.given)
+    stores = sum(2.0 if n in kernel.exact else 1.0 for n in kernel.saves if len(n.axes) == 2)
+    products = sum(n.op == "contract" and len(n.axes) == 2 for n in order)
+    return LAUNCH + products + loads + stores + SPILL * max(0.0, peak_of_loads(order, weight) - ROOM)
+
+
+def computed(kernel: Kernel) -> list[Node]:
+    """The values that a kernel computes and holds."""
+    given = set(kernel.given)
+    return [n for n in kernel.nodes() if n not in given and not is_input(n) and len(n.axes) <= 2]
+
+
+def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
+    """The kernel as several, each of which computes one segment."""
     place = {n: i for i, segment in enumerate(segments) for n in segment}
     crossing: dict[Node, None] = {}
-    for n in order:
-        for a in map(_source, operands(n)):
+    for n in place:
+        for a in (s for x in operands(n) for s in _sources(x)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
     result: list[Kernel] = []
@@ -56,11 +78,14 @@ def operands(node: Node) -> tuple[Node, ...]:
     return tuple(x for a in node.args for x in (a.args if len(a.axes) > 2 else (a,)))
 
 
-def _source(node: Node) -> Node:
-    """What a value follows from without work."""
-    while node.op in _SAME:
-        node = node.args[0]
-    return node
+def _sources(node: Node) -> list[Node]:
+    """What a value follows from by work on single elements: of one tile and any vectors; else the value itself."""
+    if is_input(node):
+        return []
+    tiles = [a for a in node.args if len(a.axes) == 2 and not is_input(a)]
+    if len(node.axes) != 2 or node.op in _ACROSS or len(tiles) > 1:
+        return [node]
+    return [s for a in node.args for s in _sources(a)]
 
 
 def peak_of_loads(segment: Sequence[Node], weight: Weight) -> float:
@@ -71,18 +96,17 @@ def peak_of_loads(segment: Sequence[Node], weight: Weight) -> float:
     return peak([*order], (), operands, weight)
 
 
-def _segments(order: list[Node], weight: Weight) -> list[list[Node]]:
+def _segments(order: list[Node], weight: Weight, limit: float) -> list[list[Node]]:
     """The order cut into pieces that have room, each at the place in its last part where least crosses."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
     segments: list[list[Node]] = []
     start = 0
     while start < len(order):
-        end = start + 1
-        while end < len(order) and peak_of_loads(order[start : end + 1], weight) <= MOST:
-            end += 1
+        places = range(start + 2, len(order) + 1)  # the peak hardly ever falls as a segment grows
+        end = start + 1 + bisect(places, limit, key=lambda p: peak_of_loads(order[start:p], weight))
         if end < len(order):
-            places = range(start + max(1, (end - start) * 2 // 3), end + 1)
-            end = min(places, key=lambda p: sum(weight(n) for n in order[start:p] if last.get(n, -1) >= p))
+            ends = range(start + max(1, (end - start) * 2 // 3), end + 1)
+            end = min(ends, key=lambda p: sum(weight(n) for n in order[start:p] if last.get(n, -1) >= p))
         segments.append(order[start:end])
         start = end
     return segments

@@ -1,20 +1,28 @@
 """Triton's interpreter with bfloat16 as a GPU computes it: products of its values, rounding to the nearest.
 
-Usage: `with halves.rounded(): ...` around calls of kernels. The interpreter (3.6 to 3.9) multiplies the bits of
-bfloat16 tiles as integers, and cuts off what it converts. With this, errors are those that a GPU shows.
+Usage: `with rounded(): ...` around calls of kernels under TRITON_INTERPRET. The interpreter by itself (3.6 to 3.9)
+multiplies the bits of bfloat16 tiles as integers, and cuts off what it converts. With this, errors are those that a GPU
+shows. Knows no kernel, and changes nothing where kernels are compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 
+def interpreted() -> bool:
+    """Whether Triton interprets kernels in this process."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
 @contextlib.contextmanager
 def rounded() -> Iterator[None]:
+    """Mends the interpreter's bfloat16 while it lasts."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
