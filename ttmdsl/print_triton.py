@@ -180,7 +180,7 @@ class TritonPrinter(Printer):
                 if node.op == "decay_dot":
                     q, k = self._summands(args[:2], (str(node.attr[1]),))
                     texts = [q, k, *map(self.sanitized, args[2:])]
-                return f"_tile_{node.op}({', '.join(texts)}, {node.attr[0]}, BT, DOT, PRECISION)"
+                return f"_tile_{node.op}({', '.join(texts)}, {node.attr[0]}, BT, PRECISION)"
             case _:
                 return f"{CALLS[node.op]}({strip(ops[0])})"
 
