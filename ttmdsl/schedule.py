@@ -6,6 +6,7 @@ Does not choose what is computed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ def weights(tokens: int) -> Weight:
     """What values weigh where a unit has that many tokens: registers, in tiles of 64 x 64. Dims count as 64; what is
     loaded has half the precision of what is computed."""
 
+    @functools.cache
     def weight(node: Node) -> float:
         if len(node.axes) < 2:
             return len(node.axes) / 64
@@ -35,13 +37,14 @@ def weights(tokens: int) -> Weight:
 def peak(order: Sequence[Node], kept: Iterable[Node], operands: Operands, weight: Weight) -> float:
     """The most registers in use at once: what is kept stays to the end, what nothing uses is stored and gone."""
     staying, inside = set(kept), set(order)
-    left = Counter(a for n in order for a in operands(n))
+    used = [operands(n) for n in order]
+    left = Counter(a for arguments in used for a in arguments)
     live = most = 0.0
-    for n in order:
+    for n, arguments in zip(order, used, strict=True):
         live += weight(n)
         most = max(most, live + weight(n) * WORKING.get(n.op, 0.0))
-        for a in dict.fromkeys(operands(n)):
-            left[a] -= operands(n).count(a)
+        for a in arguments:
+            left[a] -= 1
             if left[a] == 0 and a in inside and a not in staying:
                 live -= weight(a)
         if left[n] == 0 and n not in staying:
@@ -51,6 +54,7 @@ def peak(order: Sequence[Node], kept: Iterable[Node], operands: Operands, weight
 
 def best_order(nodes: list[Node], kept: list[Node], operands: Operands, weight: Weight) -> list[Node]:
     """The nodes in the order of least peak: depth first, in both directions, or greedy; `kept` live to the end."""
+    operands = {n: operands(n) for n in nodes}.__getitem__
     used = {a for n in nodes for a in operands(n)}
     ends = [n for n in nodes if n not in used]
     orders = [nodes, _greedy(nodes, kept, operands, weight)]
