@@ -66,6 +66,20 @@ class TorchPrinter(Printer):
     scanning = False
     constants = CONSTANTS
 
+    def operands(self, node: Node) -> tuple[Node, ...]:
+        """Also what products under the same decays per channel share, and what slopes of norms are made of: values of
+        this printer alone, for all units at once where they are free of the carry."""
+        if node.op in DECAYED:
+            diagonal = 0 if node.attr[0] == "lower" else -1
+            logarithms = node.args[2:]
+            return *node.args[:2], self.builder.make("decays", logarithms, logarithms[0].axes, diagonal)
+        if node.op == "norm_slopes":
+            return (self.builder.make("norm_slopes_of", node.args, node.args[-1].axes),)
+        return super().operands(node)
+
+    def wish(self, node: Node) -> str:
+        return {"decays": "decays", "norm_slopes_of": "slopes"}.get(node.op) or super().wish(node)
+
     def operand(self, node: Node, target: Axes) -> str:
         return aligned(self.text[node], node.axes, target) if self.is_tile(node) else self.text[node]
 
@@ -132,8 +146,14 @@ class TorchPrinter(Printer):
                 texts = [f"{self.operand(a, axes)}{turn}" for a in args]
                 return f"_{node.op}({', '.join(texts)}, {node.attr[1]}){turn}"
             case "decay_dot" | "decay_mix" | "decay_mix_t":
-                return f"_{node.op}({', '.join(map(self.tile, args))}, unit.{node.attr[0]})"
-            case "norm_scan" | "norm_slopes" | "norm_adjoint":
+                return f"{self.text[self.operands(node)[2]]}.{node.op[6:]}({', '.join(map(self.tile, args[:2]))})"
+            case "decays":
+                return f"_decays({', '.join(map(self.tile, args))}, {node.attr[0]})"
+            case "norm_slopes":
+                return f"{self.text[self.operands(node)[0]]}()"
+            case "norm_slopes_of":
+                return f"_norm_slopes({', '.join(map(self.tile, args))})"
+            case "norm_scan" | "norm_adjoint":
                 return f"_{node.op}({', '.join(map(self.tile, args))})"
             case _:
                 assert node.op in UNARY, node.op
@@ -284,15 +304,17 @@ class _Function:
     def _inputs(self, program: Program, carried: dict[str, Node], results: dict[str, Node]) -> TorchPrinter:
         """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand."""
         printer = self.printer
-        dependent, roots = depends_on(results.values(), carried.values()), list(results.values())
-        dependent |= {n for n in reachable(roots) if len(n.axes) > 2}  # too large for all units at once
-        free = [a for n in reachable(roots) if n in dependent for a in printer.operands(n)]
+        roots = list(results.values())
+        found = reachable(roots, operands=printer.operands)
+        dependent = depends_on(roots, carried.values(), printer.operands)
+        dependent |= {n for n in found if len(n.axes) > 2}  # too large for all units at once
+        free = [a for n in found if n in dependent for a in printer.operands(n)]
         outside = [n for n in dict.fromkeys([*free, *roots]) if n not in dependent]
         outside = [n for n in outside if n.op != "size" and constant(n) is None]
         lines = printer.emit(n for n in outside if n.op != "leaf")
         if lines:
             self.body += ["# free of the carry: for all units at once", *lines]
-        varies = _varies(program)
+        varies = _varies(program, printer)
         inner = TorchPrinter(printer.builder, self.names)
         inner.scanning = True
         for n in outside:
@@ -310,10 +332,11 @@ class _Function:
         return inner
 
 
-def _varies(program: Program) -> set[Node]:
+def _varies(program: Program, printer: TorchPrinter) -> set[Node]:
     """Nodes that have a value of their own in every unit; the others have one for all."""
     roles = {"token", "cot", "carry", "cocarry", "live", "fresh"}
-    return depends_on(program.outputs.values(), [n for n in program.leaves() if n.role in roles])
+    sources = [n for n in program.leaves() if n.role in roles]
+    return depends_on(program.outputs.values(), sources, printer.operands)
 
 
 def _carries(program: Program) -> dict[str, Node]:
