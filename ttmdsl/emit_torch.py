@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import keyword
 import math
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ttmdsl.collect import collect, is_matrix_product
 from ttmdsl.ir import TOKEN_AXES, Axes, Node, Program, Role, constant, depends_on, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
@@ -75,6 +77,13 @@ class TorchPrinter(Printer):
             return *node.args[:2], self.builder.make("decays", logarithms, logarithms[0].axes, diagonal)
         if node.op == "norm_slopes":
             return (self.builder.make("norm_slopes_of", node.args, node.args[-1].axes),)
+        if node.op == "add":
+            for x, y in (node.args, node.args[::-1]):
+                product = y.args[0] if y.op == "neg" else y
+                tiles = (x, *product.args)
+                if product.op == "mul" and product not in self.text and y not in self.text:
+                    if all(constant(n) is None and self.is_tile(n) for n in tiles):
+                        return tiles
         return super().operands(node)
 
     def wish(self, node: Node) -> str:
@@ -97,6 +106,9 @@ class TorchPrinter(Printer):
         match node.op:
             case "size":
                 return f'unit.size["{node.attr[0]}"]'
+            case "add" if len(ops) == 3:
+                minus = "" if any(x.op == "mul" and x.args == self.operands(node)[1:] for x in args) else ", value=-1"
+                return f"torch.addcmul({', '.join(map(strip, ops))}{minus})"
             case "const" | "neg" | "recip" | "mul" | "add":
                 return self.arithmetic(node)
             case "pow":
@@ -162,8 +174,7 @@ class TorchPrinter(Printer):
     def _contract(self, node: Node) -> str:
         a, b = node.args
         over = node.reduced
-        shared = [x for x in a.axes if x in b.axes and x not in over]
-        if len(over) == 1 and not shared and len(a.axes) <= 2 and len(b.axes) <= 2 and len(a.axes) + len(b.axes) > 2:
+        if is_matrix_product(node):
             (k,) = over
             if len(node.axes) == 2 and node.axes[0] in b.axes:
                 a, b = b, a
@@ -176,6 +187,40 @@ class TorchPrinter(Printer):
             return f"({left} @ {right})"
         union = self.builder.order((*a.axes, *b.axes))
         return f"({self.operand(a, union)} * {self.operand(b, union)}).sum({_dims(union, over)})"
+
+
+class _ScanPrinter(TorchPrinter):
+    """Prints the loop over units; what was found for all at once is at hand by unit, its axes where they are wanted."""
+
+    scanning = True
+
+    def __init__(self, outer: TorchPrinter, given: Iterable[Node], varies: set[Node]) -> None:
+        super().__init__(outer.builder, outer.names)
+        self.outer, self.varies = outer, varies
+        self.lists: dict[str, str] = {}  # text of a value: the name of its list of values, one for each unit
+        for node in given:
+            if node.role == "fresh":
+                self.text[node] = f"unit.starts[{node.name}][i]"
+            elif not self.is_tile(node):
+                self.text[node] = outer.text[node]
+            else:
+                self.text[node] = self._of_unit(node, outer.text[node])
+
+    def operand(self, node: Node, target: Axes) -> str:
+        if node in self.outer.text and self.is_tile(node) and node.role != "fresh":
+            return self._of_unit(node, aligned(self.outer.text[node], node.axes, target))
+        return super().operand(node, target)
+
+    def before(self, loop: Iterable[str]) -> list[str]:
+        """The lines that make what a loop takes by unit."""
+        used = {word for line in loop for word in re.findall(r"\w+", line)}
+        return [f"{name} = {text}.unbind(2)" for text, name in self.lists.items() if name in used]
+
+    def _of_unit(self, node: Node, text: str) -> str:
+        if text not in self.lists:
+            wish = text.partition("[")[0].removeprefix("unit.")
+            self.lists[text] = self.names.get(f"{wish}_at" if wish.isidentifier() else "x_at")
+        return f"{self.lists[text]}[{'i' if node in self.varies else '0'}]"
 
 
 class _Way(NamedTuple):
@@ -198,9 +243,8 @@ class _Function:
         self.name, self.form, self.program = name, form, program
         self.keeps = name != "token"
         self.names = Names(LOCALS | set(keyword.kwlist))
-        self.printer = TorchPrinter(program.builder, self.names)
+        self.printer = TorchPrinter(program.builder.fork(), self.names)
         self.body: list[str] = []
-        self.units: dict[str, str] = {}  # text of a value: the name of its list of values, one for each unit
 
     def forward(self) -> dict[str, object]:
         """What the template needs for y, the carries after the last unit and those at every unit's start that the
@@ -267,31 +311,36 @@ class _Function:
         """The loop over units that hands the results on; before it what it needs; after it, for all units, the carries
         that the values `later` need, and what runs token by token. Gives the names of the carries at the end."""
         carried = {n.name: n for n in program.leaves() if n.role == way.role}
-        inner = self._inputs(program, carried, results)
+        needed = under(later)
+        found = reachable(results.values(), self.printer.text)
+        dear = [n for n in found if n.op in BY_TOKEN and n in needed and n not in self.printer.text]
+        roots = [*results.values(), *dear]
+        bound = _large(reachable(roots)) | depends_on(roots, carried.values())
+        made = collect(self.printer.builder, roots, bound)
+        results = {k: made.get(v, v) for k, v in results.items()}
+        kept = {n: self.names.get(f"{self._label(n)}_all") for n in dear}
+        inner = self._inputs(program, carried, [*results.values(), *(made[n] for n in dear)])
         variables: dict[str, str] = {}
         for name, leaf in carried.items():
             variables[name] = inner.text[leaf] = self.names.get(way.prefix + name)
             self.body.append(f'{variables[name]} = {way.source}["{name}"]')
-        needed = under(later)
         stacks = {leaf: self.names.get(f"{variables[k]}_all") for k, leaf in carried.items() if leaf in needed}
-        found = reachable(results.values(), self.printer.text)
-        by_token = [n for n in found if n.op in BY_TOKEN and n in needed and n not in self.printer.text]
-        kept = {n: self.names.get(f"{self._label(n)}_all") for n in by_token}
         self.body += [f"{stack} = []" for stack in (stacks | kept).values()]
         ends = {k: variables.get(k) or self.names.get(way.prefix + k) for k in results}
-        self.body.append(f"for i in {'reversed(range(unit.count))' if way.reverse else 'range(unit.count)'}:")
-        self.body += [f"    {stack}.append({inner.text[leaf]})" for leaf, stack in stacks.items()]
         roots = [v for v in results.values() if v.op != "leaf" and constant(v) is None]
-        step = inner.emit([*roots, *kept])
-        self.body += [f"    {line}" for line in step]
-        self.body += [f"    {stack}.append({inner.text[n]})" for n, stack in kept.items()]
+        step = inner.emit([*roots, *(made[n] for n in kept)])
+        loop = [f"{stack}.append({inner.text[leaf]})" for leaf, stack in stacks.items()] + step
+        loop += [f"{stack}.append({inner.text[made[n]]})" for n, stack in kept.items()]
         new = {k: inner.text[v] for k, v in results.items() if constant(v) is None}
         # what no unit hands on (the point, where every chunk starts a group) ends with the first unit
         new |= {k: f"torch.zeros_like({v})" for k, v in variables.items() if k not in new}
         targets = variables | ends
         moved = {targets[k]: text for k, text in new.items() if text != targets[k]}
         if moved:
-            self.body.append(f"    {', '.join(moved)} = {', '.join(map(strip, moved.values()))}")
+            loop.append(f"{', '.join(moved)} = {', '.join(map(strip, moved.values()))}")
+        self.body += inner.before(loop)
+        self.body.append(f"for i in {'reversed(range(unit.count))' if way.reverse else 'range(unit.count)'}:")
+        self.body += [f"    {line}" for line in loop or ["pass"]]
         for node, stack in (stacks | kept).items():
             self.body.append(f"{stack} = torch.stack({stack}{'[::-1]' if way.reverse else ''}, 2)")
             self.printer.text[node] = stack
@@ -301,42 +350,29 @@ class _Function:
         """What a value is called between forward and backward: a state by its name, else as no state is called."""
         return node.name or f"{self.printer.builder.labels.get(node, node.op)}_{node.id}_kept"
 
-    def _inputs(self, program: Program, carried: dict[str, Node], results: dict[str, Node]) -> TorchPrinter:
+    def _inputs(self, program: Program, carried: dict[str, Node], results: Iterable[Node]) -> _ScanPrinter:
         """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand."""
-        printer = self.printer
-        roots = list(results.values())
+        printer, roots = self.printer, list(results)
         found = reachable(roots, operands=printer.operands)
-        dependent = depends_on(roots, carried.values(), printer.operands)
-        dependent |= {n for n in found if len(n.axes) > 2}  # too large for all units at once
-        free = [a for n in found if n in dependent for a in printer.operands(n)]
-        outside = [n for n in dict.fromkeys([*free, *roots]) if n not in dependent]
+        bound = _large(found) | depends_on(roots, carried.values(), printer.operands)
+        free = [a for n in found if n in bound for a in printer.operands(n)]
+        outside = [n for n in dict.fromkeys([*free, *roots]) if n not in bound]
         outside = [n for n in outside if n.op != "size" and constant(n) is None]
         lines = printer.emit(n for n in outside if n.op != "leaf")
         if lines:
             self.body += ["# free of the carry: for all units at once", *lines]
-        varies = _varies(program, printer)
-        inner = TorchPrinter(printer.builder, self.names)
-        inner.scanning = True
-        for n in outside:
-            text = printer.text[n]
-            if n.role == "fresh":
-                inner.text[n] = f"unit.starts[{n.name}][i]"
-            elif not printer.is_tile(n):
-                inner.text[n] = text
-            else:
-                if text not in self.units:
-                    wish = text.removeprefix("unit.")
-                    self.units[text] = self.names.get(f"{wish}_at" if wish.isidentifier() else "x_at")
-                    self.body.append(f"{self.units[text]} = {text}.unbind(2)")
-                inner.text[n] = f"{self.units[text]}[{'i' if n in varies else '0'}]"
-        return inner
+        return _ScanPrinter(printer, outside, _varies(program, outside, printer))
 
 
-def _varies(program: Program, printer: TorchPrinter) -> set[Node]:
+def _large(nodes: Iterable[Node]) -> set[Node]:
+    """Those too large for all units at once."""
+    return {n for n in nodes if len(n.axes) > 2}
+
+
+def _varies(program: Program, nodes: Iterable[Node], printer: TorchPrinter) -> set[Node]:
     """Nodes that have a value of their own in every unit; the others have one for all."""
     roles = {"token", "cot", "carry", "cocarry", "live", "fresh"}
-    sources = [n for n in program.leaves() if n.role in roles]
-    return depends_on(program.outputs.values(), sources, printer.operands)
+    return depends_on(nodes, [n for n in program.leaves() if n.role in roles], printer.operands)
 
 
 def _carries(program: Program) -> dict[str, Node]:
