@@ -251,10 +251,10 @@ class _Function:
         backward function wants: of chunks; single tokens have too many, and it goes through them once more."""
         y, carries = self.program.outputs["y"], _carries(self.program)
         self.unpack(self.program.nodes())
-        kept = self.form.backward.outputs.values() if self.keeps else ()
-        ends = self.scan(self.program, FORWARD, carries, [y, *kept])
+        handed = self.handed(self.form.backward.outputs.values()) if self.keeps else []
+        ends = self.scan(self.program, FORWARD, carries, [y, *handed])
         self.body += ["# for all units at once", *self.printer.emit([y])]
-        stacks = {self._label(n): self.printer.text[n] for n in self.handed(kept)}
+        stacks = {self._label(n): self.printer.text[n] for n in handed}
         self.body.append(f"end = {_dict(ends)}")
         self.body.append(f"return {self.printer.text[y]}, end, {_dict(stacks)}")
         return {"name": f"_{self.name}_forward", "args": "x, carry, unit", "body": self.body}
@@ -308,29 +308,35 @@ class _Function:
                     text[leaf] = "d_y"
 
     def scan(self, program: Program, way: _Way, results: dict[str, Node], later: Iterable[Node]) -> dict[str, str]:
-        """The loop over units that hands the results on; before it what it needs; after it, for all units, the carries
-        that the values `later` need, and what runs token by token. Gives the names of the carries at the end."""
+        """The loop over units that hands the results on; before it what it needs; after it, for all units, what the
+        values `later` need of the carries and of what the loop has found. Gives the names of the carries at the end."""
+        later = list(later)
         carried = {n.name: n for n in program.leaves() if n.role == way.role}
         needed = under(later)
         found = reachable(results.values(), self.printer.text)
         dear = [n for n in found if n.op in BY_TOKEN and n in needed and n not in self.printer.text]
         roots = [*results.values(), *dear]
-        bound = _large(reachable(roots)) | depends_on(roots, carried.values())
-        made = collect(self.printer.builder, roots, bound)
+        made = collect(self.printer.builder, roots, _large(reachable(roots)) | depends_on(roots, carried.values()))
         results = {k: made.get(v, v) for k, v in results.items()}
-        kept = {n: self.names.get(f"{self._label(n)}_all") for n in dear}
-        inner = self._inputs(program, carried, [*results.values(), *(made[n] for n in dear)])
+        at_hand = {n for n in made if _kept(n, made[n])} | set(self.printer.text)
+        outer = reachable(later, at_hand)
+        kept = {n: made[n] for n in outer if n in at_hand and n not in self.printer.text}
+        values = [*results.values(), *kept.values()]
+        again = {a for n in outer if n not in at_hand for a in n.args}
+        inner = self._inputs(program, carried, values, again)
         variables: dict[str, str] = {}
         for name, leaf in carried.items():
             variables[name] = inner.text[leaf] = self.names.get(way.prefix + name)
             self.body.append(f'{variables[name]} = {way.source}["{name}"]')
-        stacks = {leaf: self.names.get(f"{variables[k]}_all") for k, leaf in carried.items() if leaf in needed}
-        self.body += [f"{stack} = []" for stack in (stacks | kept).values()]
         ends = {k: variables.get(k) or self.names.get(way.prefix + k) for k in results}
-        roots = [v for v in results.values() if v.op != "leaf" and constant(v) is None]
-        step = inner.emit([*roots, *(made[n] for n in kept)])
-        loop = [f"{stack}.append({inner.text[leaf]})" for leaf, stack in stacks.items()] + step
-        loop += [f"{stack}.append({inner.text[made[n]]})" for n, stack in kept.items()]
+        step = inner.emit(v for v in values if v.op != "leaf" and constant(v) is None)
+        texts = {leaf: inner.text[leaf] for leaf in carried.values() if leaf in needed}
+        first = len(texts)  # states are kept as they are at a unit's start
+        texts |= {n: inner.text[v] for n, v in kept.items()}
+        stacks = {n: self.names.get(f"{text}_all" if text.isidentifier() else "x_all") for n, text in texts.items()}
+        self.body += [f"{stack} = []" for stack in stacks.values()]
+        appended = [f"{stack}.append({texts[n]})" for n, stack in stacks.items()]
+        loop = [*appended[:first], *step, *appended[first:]]
         new = {k: inner.text[v] for k, v in results.items() if constant(v) is None}
         # what no unit hands on (the point, where every chunk starts a group) ends with the first unit
         new |= {k: f"torch.zeros_like({v})" for k, v in variables.items() if k not in new}
@@ -341,7 +347,7 @@ class _Function:
         self.body += inner.before(loop)
         self.body.append(f"for i in {'reversed(range(unit.count))' if way.reverse else 'range(unit.count)'}:")
         self.body += [f"    {line}" for line in loop or ["pass"]]
-        for node, stack in (stacks | kept).items():
+        for node, stack in stacks.items():
             self.body.append(f"{stack} = torch.stack({stack}{'[::-1]' if way.reverse else ''}, 2)")
             self.printer.text[node] = stack
         return ends
@@ -350,15 +356,18 @@ class _Function:
         """What a value is called between forward and backward: a state by its name, else as no state is called."""
         return node.name or f"{self.printer.builder.labels.get(node, node.op)}_{node.id}_kept"
 
-    def _inputs(self, program: Program, carried: dict[str, Node], results: Iterable[Node]) -> _ScanPrinter:
-        """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand."""
+    def _inputs(
+        self, program: Program, carried: dict[str, Node], results: Iterable[Node], again: set[Node]
+    ) -> _ScanPrinter:
+        """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand. What
+        is needed again after it gets a name."""
         printer, roots = self.printer, list(results)
         found = reachable(roots, operands=printer.operands)
         bound = _large(found) | depends_on(roots, carried.values(), printer.operands)
         free = [a for n in found if n in bound for a in printer.operands(n)]
         outside = [n for n in dict.fromkeys([*free, *roots]) if n not in bound]
         outside = [n for n in outside if n.op != "size" and constant(n) is None]
-        lines = printer.emit(n for n in outside if n.op != "leaf")
+        lines = printer.emit((n for n in outside if n.op != "leaf"), named=again)
         if lines:
             self.body += ["# free of the carry: for all units at once", *lines]
         return _ScanPrinter(printer, outside, _varies(program, outside, printer))
@@ -367,6 +376,12 @@ class _Function:
 def _large(nodes: Iterable[Node]) -> set[Node]:
     """Those too large for all units at once."""
     return {n for n in nodes if len(n.axes) > 2}
+
+
+def _kept(node: Node, made: Node) -> bool:
+    """Whether a value of the loop is kept for what follows: where that is more than a name, and smaller than a state."""
+    named = {"leaf", "expand", "rename"}
+    return not {node.op, made.op} & named and (len(node.axes) < 2 or len({*node.axes} - {*TOKEN_AXES}) < len(node.axes) < 3)
 
 
 def _varies(program: Program, nodes: Iterable[Node], printer: TorchPrinter) -> set[Node]:

@@ -111,8 +111,14 @@ class Printer(ABC):
 
     # -- statements ------------------------------------------------------------------------------------------
 
-    def emit(self, roots: Iterable[Node], then: Mapping[Node, Callable[[], list[str]]] | None = None) -> list[str]:
-        """Assignments for everything that the roots need and that has no text yet; every root gets a name.
+    def emit(
+        self,
+        roots: Iterable[Node],
+        then: Mapping[Node, Callable[[], list[str]]] | None = None,
+        named: Container[Node] = (),
+    ) -> list[str]:
+        """Assignments for everything that the roots need and that has no text yet; every root gets a name, and so does
+        what is in `named`.
 
         `then` gives lines that follow a root at once: its store, so that it need not stay alive.
         """
@@ -125,7 +131,7 @@ class Printer(ABC):
         for node in todo:
             expression = self.expression(node)
             label = self.builder.labels.get(node)
-            alone = uses[node] <= 1 and label is None and node not in wanted and node not in passed
+            alone = uses[node] <= 1 and label is None and not any(node in some for some in (wanted, passed, named))
             given = node.op == "size" or constant(node) is not None or expression.isidentifier()
             if given or (alone and len(expression) <= INLINE_WIDTH):
                 self.text[node] = expression
