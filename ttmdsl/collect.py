@@ -90,17 +90,20 @@ class _Collector:
         """Whether a contraction only weighs tokens."""
         return set(node.reduced) <= set(TOKEN_AXES) and any(len(a.axes) == 1 for a in node.args)
 
-    def fits(self, axes: Iterable[str], *parts: Node | None) -> bool:
-        """Whether a coefficient with these axes is no larger than one of the parts, or a tile over tokens."""
-        wanted = set(axes)
-        return len(wanted) <= 2 and any(p is not None and wanted <= set(p.axes) for p in parts)
+    def fits(self, new: Node, *parts: Node | None) -> bool:
+        """Whether a coefficient made of some parts is no larger than one of them. None is as large as a state: there
+        would be one for every unit."""
+        if len(new.axes) == 2 and set(TOKEN_AXES).isdisjoint(new.axes) and new not in parts:
+            return new.op == "mul" and new.args[0].value is not None and new.args[1] in parts
+        return len(new.axes) <= 2 and any(p is not None and set(new.axes) <= set(p.axes) for p in parts)
 
     def added(self, x: Form, y: Form) -> Form | None:
         result = dict(x)
         for term, c in y.items():
             if term in result:
-                c = _bare(self.b.add(result[term], c))
-                if not self.fits(c.axes, term[0], result[term], y[term]) and term != FREE:
+                twice = result[term] is c
+                c = _bare(self.b.mul(self.b.const(2.0), c) if twice else self.b.add(result[term], c))
+                if not self.fits(c, term[0], result[term], y[term]) and term != FREE:
                     return None
                 del result[term]
             if not is_zero(c):
@@ -112,7 +115,7 @@ class _Collector:
         for (atom, over), c in form.items():
             product = _bare(self.b.mul(c, factor))
             if set(over) & set(factor.axes) or not (
-                self.fits(product.axes, atom, c, factor) or (atom is None and "t" in product.axes)
+                self.fits(product, atom, c, factor) or (atom is None and "t" in product.axes)
             ):
                 return None
             result[atom, over] = product
@@ -239,6 +242,8 @@ class _Collector:
             return x
         if c.op == "neg" or (c.value is not None and c.value < 0):
             return self.b.neg(self.product(self.b.neg(c), x))
+        if c.op == "mul" and c.args[0].value is not None and len(c.axes) > len(x.axes):
+            return self.product(c.args[1], self.product(c.args[0], x))
         return self.b.make("mul", (c, x), (*c.axes, *x.axes))
 
     def plus(self, x: Node, y: Node) -> Node:

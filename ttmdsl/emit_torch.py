@@ -62,6 +62,11 @@ def _dims(axes: Axes, over: Axes) -> str:
     return str(dims[0]) if len(dims) == 1 else str(tuple(dims))
 
 
+def _diagonal(node: Node) -> int:
+    """The last one that a mask leaves."""
+    return 0 if node.attr[0] == "lower" else -1
+
+
 class TorchPrinter(Printer):
     """Prints values with leading batch axes; the unit axis N is one of them, except while `scanning`."""
 
@@ -72,9 +77,10 @@ class TorchPrinter(Printer):
         """Also what products under the same decays per channel share, and what slopes of norms are made of: values of
         this printer alone, for all units at once where they are free of the carry."""
         if node.op in DECAYED:
-            diagonal = 0 if node.attr[0] == "lower" else -1
             logarithms = node.args[2:]
-            return *node.args[:2], self.builder.make("decays", logarithms, logarithms[0].axes, diagonal)
+            decays = self.builder.make("decays", logarithms, logarithms[0].axes, _diagonal(node))
+            x, y = node.args[:2]
+            return (x if node.op == "decay_dot" else self.builder.mask(x, node.attr[0])), y, decays
         if node.op == "norm_slopes":
             return (self.builder.make("norm_slopes_of", node.args, node.args[-1].axes),)
         if node.op == "add":
@@ -145,6 +151,8 @@ class TorchPrinter(Printer):
                 return self._contract(node)
             case "mask":
                 fill = float(node.attr[1])
+                if fill == 0 and axes == ("t", "s") == args[0].axes and constant(args[0]) is None:
+                    return f"{self.text[args[0]]}.tril({_diagonal(node)})"
                 # two numbers would give a tile of torch's default dtype
                 kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
                 return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
@@ -158,7 +166,8 @@ class TorchPrinter(Printer):
                 texts = [f"{self.operand(a, axes)}{turn}" for a in args]
                 return f"_{node.op}({', '.join(texts)}, {node.attr[1]}){turn}"
             case "decay_dot" | "decay_mix" | "decay_mix_t":
-                return f"{self.text[self.operands(node)[2]]}.{node.op[6:]}({', '.join(map(self.tile, args[:2]))})"
+                x, y, decays = self.operands(node)
+                return f"{self.text[decays]}.{node.op[6:]}({self.tile(x)}, {self.tile(y)})"
             case "decays":
                 return f"_decays({', '.join(map(self.tile, args))}, {node.attr[0]})"
             case "norm_slopes":
