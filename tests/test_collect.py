@@ -1,4 +1,4 @@
-"""What a loop computes, collected: the same values of fewer operations, and no new one as large as a state before it."""
+"""What a loop computes, collected: the same values of fewer operations, and none new as large as a state."""
 
 from __future__ import annotations
 
