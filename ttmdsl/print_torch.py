@@ -48,11 +48,6 @@ def _dims(axes: Axes, over: Axes) -> str:
     return str(dims[0]) if len(dims) == 1 else str(tuple(dims))
 
 
-def _diagonal(node: Node) -> int:
-    """The last one that a mask leaves."""
-    return 0 if node.attr[0] == "lower" else -1
-
-
 class TorchPrinter(Printer):
     """Prints values with leading batch axes; the unit axis N is one of them, except while `scanning`."""
 
@@ -64,7 +59,7 @@ class TorchPrinter(Printer):
         this printer alone, for all units at once where they are free of the carry."""
         if node.op in DECAYED:
             logarithms = node.args[2:]
-            decays = self.builder.make("decays", logarithms, logarithms[0].axes, _diagonal(node))
+            decays = self.builder.make("decays", logarithms, logarithms[0].axes, node.attr[0])
             x, y = node.args[:2]
             return (x if node.op == "decay_dot" else self.builder.mask(x, node.attr[0])), y, decays
         if node.op == "norm_slopes":
@@ -144,7 +139,7 @@ class TorchPrinter(Printer):
             case "mask":
                 fill = float(node.attr[1])
                 if fill == 0 and axes == ("t", "s") == args[0].axes and constant(args[0]) is None:
-                    return f"{self.text[args[0]]}.tril({_diagonal(node)})"
+                    return f"{self.text[args[0]]}.tril({0 if node.attr[0] == 'lower' else -1})"
                 # two numbers would give a tile of torch's default dtype
                 kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
                 return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
@@ -161,7 +156,7 @@ class TorchPrinter(Printer):
                 a, b, decays = self.operands(node)
                 return f"{self.text[decays]}.{node.op[6:]}({self.tile(a)}, {self.tile(b)})"
             case "decays":
-                return f"_decays({', '.join(map(self.tile, args))}, {node.attr[0]})"
+                return f"_decays({', '.join(map(self.tile, args))}, unit.{node.attr[0]})"
             case "norm_slopes":
                 return f"{self.text[self.operands(node)[0]]}()"
             case "norm_slopes_of":
