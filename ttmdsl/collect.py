@@ -32,13 +32,18 @@ def is_matrix_product(node: Node) -> bool:
 
 
 class _Collector:
+    """Forms of the bound values under some roots, operands first, and the values made of them.
+
+    A value in `shared` is computed once; into any other its users look: they have its atoms in place of it.
+    """
+
     def __init__(self, b: Builder, roots: Iterable[Node], bound: set[Node]) -> None:
         self.b, self.roots, self.bound = b, [r for r in roots if r in bound], set(bound)
         self.values = [n for n in reachable(self.roots) if n in bound]
         self.old = set(reachable(self.roots))
         self.one = b.const(1.0)
         uses = Counter(a for n in self.values for a in set(n.args))
-        self.shared = {n for n in self.values if uses[n] > 1}  # what its users do not look into
+        self.shared = {n for n in self.values if uses[n] > 1}
         self.forms: dict[Node, Form] = {}
 
     # -- forms -----------------------------------------------------------------------------------------------
@@ -98,6 +103,7 @@ class _Collector:
         return len(new.axes) <= 2 and any(p is not None and set(new.axes) <= set(p.axes) for p in parts)
 
     def added(self, x: Form, y: Form) -> Form | None:
+        """The sum of two forms; here and below None where a coefficient would not fit."""
         result = dict(x)
         for term, c in y.items():
             if term in result:
@@ -167,10 +173,12 @@ class _Collector:
         """The bound values that a value is made of."""
         if node not in self.bound:
             return ()
-        atoms = tuple(atom for atom, _ in self.forms.get(node, {(node, ()): node}) if atom is not None)
-        return tuple(a for a in node.args if a in self.bound) if atoms == (node,) else atoms
+        if self.is_atom(node):
+            return tuple(a for a in node.args if a in self.bound)
+        return tuple(atom for atom, _ in self.forms[node] if atom is not None)
 
     def is_atom(self, node: Node) -> bool:
+        """Whether a value is taken as it is, apart from its operands."""
         return node not in self.forms or (node, ()) in self.forms[node]
 
     def cost(self) -> float:
@@ -206,6 +214,7 @@ class _Collector:
     # -- making them -----------------------------------------------------------------------------------------
 
     def make(self) -> dict[Node, Node]:
+        """What stands for the roots, and for every value that they need."""
         made: dict[Node, Node] = {}
         for node in reachable(self.roots, operands=self.needs):
             new = self.rebuilt(node, made) if self.is_atom(node) else self.combined(self.forms[node], made)
@@ -215,6 +224,7 @@ class _Collector:
         return made
 
     def rebuilt(self, node: Node, made: dict[Node, Node]) -> Node:
+        """An atom of operands made anew; those that are now broadcast go through the builder's algebra."""
         args = tuple(made.get(a, a) for a in node.args)
         if node.op == "sum" and args[0].op == "expand":
             return self.b.sum(args[0], node.reduced)
@@ -231,7 +241,8 @@ class _Collector:
                 parts[over] = self.plus(parts[over], term) if over in parts else term
         total: Node | None = parts.pop((), None)
         for over, part in parts.items():
-            term = self.b.sum(part, over) if part.op == "neg" else self.b.make("sum", (part,), _but(part, over), over)
+            left = [x for x in part.axes if x not in over]
+            term = self.b.sum(part, over) if part.op == "neg" else self.b.make("sum", (part,), left, over)
             total = term if total is None else self.plus(total, term)
         assert total is not None
         return total
@@ -252,10 +263,6 @@ class _Collector:
 
 def _bare(node: Node) -> Node:
     return node.args[0] if node.op == "expand" else node
-
-
-def _but(node: Node, axes: Axes) -> list[str]:
-    return [x for x in node.axes if x not in axes]
 
 
 def collect(b: Builder, roots: Iterable[Node], bound: set[Node]) -> dict[Node, Node]:
