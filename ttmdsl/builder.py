@@ -37,6 +37,12 @@ class Builder:
         self._interned: dict[tuple[object, ...], Node] = {}
         self.labels: dict[Node, str] = {}
 
+    def fork(self) -> Builder:
+        """A builder that has all values of this one, and of which this one has no new ones."""
+        other = Builder(())
+        other._rank, other._interned, other.labels = self._rank, dict(self._interned), dict(self.labels)
+        return other
+
     # -- construction ----------------------------------------------------------------------------------------
 
     def order(self, axes: Iterable[str]) -> Axes:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from ttmdsl import emit_reference as reference
 from ttmdsl import spec as s
-from ttmdsl.emit_torch import LOCALS, TorchPrinter
 from ttmdsl.ir import Node, Program, constant
 from ttmdsl.kernel_form import READ, KernelForm, LoweredKernel
+from ttmdsl.print_torch import LOCALS, TorchPrinter
 from ttmdsl.printer import Names
 from ttmdsl.templates import literal, render
 from ttmdsl.tuning import NOTHING, Tables, tuned_table

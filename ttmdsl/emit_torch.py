@@ -10,152 +10,21 @@ Values have leading axes [B, H, N] outside the scan (N units: chunks, or tokens)
 from __future__ import annotations
 
 import keyword
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ttmdsl.ir import TOKEN_AXES, Axes, Node, Program, Role, constant, depends_on, reachable
+from ttmdsl.collect import collect
+from ttmdsl.ir import TOKEN_AXES, Node, Program, Role, constant, depends_on, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.printer import Names, Printer, strip, under
+from ttmdsl.print_torch import DECAYED, LOCALS, NORMS, ScanPrinter, TorchPrinter
+from ttmdsl.printer import Names, strip, under
 from ttmdsl.spec import LayerSpec
 from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
 
-DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
-BY_TOKEN = frozenset(
-    {"norm_scan", "norm_adjoint"}
-)  # dear: kept from a scan for what follows, and for the backward pass
-NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
-UNARY = frozenset({"exp2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
-CONSTANTS = {math.log2(math.e): "LOG2E", math.log(2.0): "LN2"}
-LOCALS = {
-    "x",
-    "carry",
-    "states",
-    "end",
-    "unit",
-    "torch",
-    "math",
-    "Tensor",
-    "d_y",
-    "d_carry",
-    "i",
-    "grads",
-    *CONSTANTS.values(),
-}
-
-
-def aligned(text: str, axes: Axes, target: Axes) -> str:
-    """Indexing that puts a value's axes among the target's."""
-    if axes == target or not target:
-        return text
-    return f"{text}[..., {', '.join(':' if x in axes else 'None' for x in target)}]"
-
-
-def _dims(axes: Axes, over: Axes) -> str:
-    """Some of the axes as dims counted from the end, as torch's reductions take them."""
-    dims = [axes.index(x) - len(axes) for x in over]
-    return str(dims[0]) if len(dims) == 1 else str(tuple(dims))
-
-
-class TorchPrinter(Printer):
-    """Prints values with leading batch axes; the unit axis N is one of them, except while `scanning`."""
-
-    scanning = False
-    constants = CONSTANTS
-
-    def operand(self, node: Node, target: Axes) -> str:
-        return aligned(self.text[node], node.axes, target) if self.is_tile(node) else self.text[node]
-
-    def tile(self, node: Node) -> str:
-        """A value over tokens as a tensor, constants too."""
-        number = constant(node)
-        if number is None:
-            return self.text[node]
-        like = "unit.lower" if set(node.axes) <= set(TOKEN_AXES) else "unit.lower[:, :1]"
-        return f"torch.full_like({like}, {number!r}, dtype=unit.one.dtype)"
-
-    def expression(self, node: Node) -> str:
-        axes, args = node.axes, node.args
-        ops = [self.operand(a, axes) for a in self.operands(node)]
-        match node.op:
-            case "size":
-                return f'unit.size["{node.attr[0]}"]'
-            case "const" | "neg" | "recip" | "mul" | "add":
-                return self.arithmetic(node)
-            case "pow":
-                return f"({ops[0]} ** {float(node.attr[0])!r})"
-            case "log2":
-                return f"_log2({strip(ops[0])})"
-            case "max" | "min":
-                bound = {"max": "min", "min": "max"}[node.op]
-                for text, limit in ((ops[0], constant(args[1])), (ops[1], constant(args[0]))):
-                    if limit is not None:
-                        return f"{text}.clamp({bound}={limit!r})"
-                return f"torch.{node.op}imum({strip(ops[0])}, {strip(ops[1])})"
-            case "step":
-                return f"({ops[0]} > 0).to({ops[0]}.dtype)"
-            case "select":
-                if not self.scanning:
-                    return f"torch.where({aligned(self.text[args[0]], (), axes)}, {ops[1]}, {ops[2]})"
-                yes, no = (
-                    o if constant(a) is None else f"torch.full_like({other}, {o})"
-                    for o, a, other in zip(ops[1:], args[1:], ops[:0:-1], strict=True)
-                )
-                return f"({yes} if {self.text[args[0]]} else {no})"
-            case "expand":
-                return ops[0]
-            case "rename":
-                source, target = map(str, node.attr)
-                moved = tuple(target if a == source else a for a in args[0].axes)
-                return self.text[args[0]] if moved == axes else f"{self.text[args[0]]}.mT"
-            case "sum":
-                return f"{self.text[args[0]]}.sum({_dims(args[0].axes, node.reduced)})"
-            case "amax":
-                return f"{self.text[args[0]]}.amax({_dims(args[0].axes, node.reduced)})"
-            case "contract":
-                return self._contract(node)
-            case "mask":
-                fill = float(node.attr[1])
-                # two numbers would give a tile of torch's default dtype
-                kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
-                return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
-            case "cumsum":
-                text, dim = self.text[args[0]], _dims(args[0].axes, (str(node.attr[0]),))
-                return f"{text}.flip({dim}).cumsum({dim}).flip({dim})" if node.attr[1] else f"{text}.cumsum({dim})"
-            case "tri_inv":
-                return f"_unit_lower_inverse({self.text[args[0]]})"
-            case "newton_schulz" | "newton_schulz_back":
-                turn = ".mT" if axes[0] != node.attr[0] else ""
-                texts = [f"{self.operand(a, axes)}{turn}" for a in args]
-                return f"_{node.op}({', '.join(texts)}, {node.attr[1]}){turn}"
-            case "decay_dot" | "decay_mix" | "decay_mix_t":
-                return f"_{node.op}({', '.join(map(self.tile, args))}, unit.{node.attr[0]})"
-            case "norm_scan" | "norm_slopes" | "norm_adjoint":
-                return f"_{node.op}({', '.join(map(self.tile, args))})"
-            case _:
-                assert node.op in UNARY, node.op
-                return f"torch.{node.op}({strip(ops[0])})"
-
-    def _contract(self, node: Node) -> str:
-        a, b = node.args
-        over = node.reduced
-        shared = [x for x in a.axes if x in b.axes and x not in over]
-        if len(over) == 1 and not shared and len(a.axes) <= 2 and len(b.axes) <= 2 and len(a.axes) + len(b.axes) > 2:
-            (k,) = over
-            if len(node.axes) == 2 and node.axes[0] in b.axes:
-                a, b = b, a
-            if len(a.axes) == 1:
-                a, b = b, a
-            left = self.text[a] if a.axes[-1] == k else f"{self.text[a]}.mT"
-            if len(b.axes) == 1:
-                return f"({left} @ {self.text[b]}[..., None])[..., 0]"
-            right = self.text[b] if b.axes[0] == k else f"{self.text[b]}.mT"
-            return f"({left} @ {right})"
-        union = self.builder.order((*a.axes, *b.axes))
-        return f"({self.operand(a, union)} * {self.operand(b, union)}).sum({_dims(union, over)})"
+BY_TOKEN = frozenset({"norm_scan", "norm_adjoint"})  # dear: the backward function takes it from the forward one
 
 
 class _Way(NamedTuple):
@@ -178,19 +47,18 @@ class _Function:
         self.name, self.form, self.program = name, form, program
         self.keeps = name != "token"
         self.names = Names(LOCALS | set(keyword.kwlist))
-        self.printer = TorchPrinter(program.builder, self.names)
+        self.printer = TorchPrinter(program.builder.fork(), self.names)
         self.body: list[str] = []
-        self.units: dict[str, str] = {}  # text of a value: the name of its list of values, one for each unit
 
     def forward(self) -> dict[str, object]:
         """What the template needs for y, the carries after the last unit and those at every unit's start that the
         backward function wants: of chunks; single tokens have too many, and it goes through them once more."""
         y, carries = self.program.outputs["y"], _carries(self.program)
         self.unpack(self.program.nodes())
-        kept = self.form.backward.outputs.values() if self.keeps else ()
-        ends = self.scan(self.program, FORWARD, carries, [y, *kept])
+        handed = self.handed(self.form.backward.outputs.values()) if self.keeps else []
+        ends = self.scan(self.program, FORWARD, carries, [y, *handed])
         self.body += ["# for all units at once", *self.printer.emit([y])]
-        stacks = {self._label(n): self.printer.text[n] for n in self.handed(kept)}
+        stacks = {self._label(n): self.printer.text[n] for n in handed}
         self.body.append(f"end = {_dict(ends)}")
         self.body.append(f"return {self.printer.text[y]}, end, {_dict(stacks)}")
         return {"name": f"_{self.name}_forward", "args": "x, carry, unit", "body": self.body}
@@ -244,35 +112,46 @@ class _Function:
                     text[leaf] = "d_y"
 
     def scan(self, program: Program, way: _Way, results: dict[str, Node], later: Iterable[Node]) -> dict[str, str]:
-        """The loop over units that hands the results on; before it what it needs; after it, for all units, the carries
-        that the values `later` need, and what runs token by token. Gives the names of the carries at the end."""
+        """The loop over units that hands the results on; before it what it needs; after it, for all units, what the
+        values `later` need of the carries and of what the loop has found. Gives the names of the carries at the end."""
+        later = list(later)
         carried = {n.name: n for n in program.leaves() if n.role == way.role}
-        inner = self._inputs(program, carried, results)
+        needed = under(later)
+        found = reachable(results.values(), self.printer.text)
+        dear = [n for n in found if n.op in BY_TOKEN and n in needed and n not in self.printer.text]
+        roots = [*results.values(), *dear]
+        made = collect(self.printer.builder, roots, _large(reachable(roots)) | depends_on(roots, carried.values()))
+        results = {k: made.get(v, v) for k, v in results.items()}
+        at_hand = {n for n in made if _kept(n, made[n])} | set(self.printer.text)
+        outer = reachable(later, at_hand, self.printer.operands)
+        kept = {n: made[n] for n in outer if n in at_hand and n not in self.printer.text}
+        values = [*results.values(), *kept.values()]
+        again = {a for n in outer if n not in at_hand for a in self.printer.operands(n)}
+        inner = self._inputs(program, carried, values, again)
         variables: dict[str, str] = {}
         for name, leaf in carried.items():
             variables[name] = inner.text[leaf] = self.names.get(way.prefix + name)
             self.body.append(f'{variables[name]} = {way.source}["{name}"]')
-        needed = under(later)
-        stacks = {leaf: self.names.get(f"{variables[k]}_all") for k, leaf in carried.items() if leaf in needed}
-        found = reachable(results.values(), self.printer.text)
-        by_token = [n for n in found if n.op in BY_TOKEN and n in needed and n not in self.printer.text]
-        kept = {n: self.names.get(f"{self._label(n)}_all") for n in by_token}
-        self.body += [f"{stack} = []" for stack in (stacks | kept).values()]
         ends = {k: variables.get(k) or self.names.get(way.prefix + k) for k in results}
-        self.body.append(f"for i in {'reversed(range(unit.count))' if way.reverse else 'range(unit.count)'}:")
-        self.body += [f"    {stack}.append({inner.text[leaf]})" for leaf, stack in stacks.items()]
-        roots = [v for v in results.values() if v.op != "leaf" and constant(v) is None]
-        step = inner.emit([*roots, *kept])
-        self.body += [f"    {line}" for line in step]
-        self.body += [f"    {stack}.append({inner.text[n]})" for n, stack in kept.items()]
+        step = inner.emit(v for v in values if v.op != "leaf" and constant(v) is None)
+        texts = {leaf: inner.text[leaf] for leaf in carried.values() if leaf in needed}
+        first = len(texts)  # states are kept as they are at a unit's start
+        texts |= {n: inner.text[v] for n, v in kept.items()}
+        stacks = {n: self.names.get(f"{text}_all" if text.isidentifier() else "x_all") for n, text in texts.items()}
+        self.body += [f"{stack} = []" for stack in stacks.values()]
+        appended = [f"{stack}.append({texts[n]})" for n, stack in stacks.items()]
+        loop = [*appended[:first], *step, *appended[first:]]
         new = {k: inner.text[v] for k, v in results.items() if constant(v) is None}
         # what no unit hands on (the point, where every chunk starts a group) ends with the first unit
         new |= {k: f"torch.zeros_like({v})" for k, v in variables.items() if k not in new}
         targets = variables | ends
         moved = {targets[k]: text for k, text in new.items() if text != targets[k]}
         if moved:
-            self.body.append(f"    {', '.join(moved)} = {', '.join(map(strip, moved.values()))}")
-        for node, stack in (stacks | kept).items():
+            loop.append(f"{', '.join(moved)} = {', '.join(map(strip, moved.values()))}")
+        self.body += inner.before(loop)
+        self.body.append(f"for i in {'reversed(range(unit.count))' if way.reverse else 'range(unit.count)'}:")
+        self.body += [f"    {line}" for line in loop or ["pass"]]
+        for node, stack in stacks.items():
             self.body.append(f"{stack} = torch.stack({stack}{'[::-1]' if way.reverse else ''}, 2)")
             self.printer.text[node] = stack
         return ends
@@ -281,39 +160,38 @@ class _Function:
         """What a value is called between forward and backward: a state by its name, else as no state is called."""
         return node.name or f"{self.printer.builder.labels.get(node, node.op)}_{node.id}_kept"
 
-    def _inputs(self, program: Program, carried: dict[str, Node], results: dict[str, Node]) -> TorchPrinter:
-        """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand."""
-        printer = self.printer
-        dependent, roots = depends_on(results.values(), carried.values()), list(results.values())
-        dependent |= {n for n in reachable(roots) if len(n.axes) > 2}  # too large for all units at once
-        free = [a for n in reachable(roots) if n in dependent for a in printer.operands(n)]
-        outside = [n for n in dict.fromkeys([*free, *roots]) if n not in dependent]
+    def _inputs(
+        self, program: Program, carried: dict[str, Node], results: Iterable[Node], again: set[Node]
+    ) -> ScanPrinter:
+        """Prints what the scan needs and is free of the carries; gives a printer for the loop, with that at hand. What
+        is needed again after it gets a name."""
+        printer, roots = self.printer, list(results)
+        found = reachable(roots, operands=printer.operands)
+        bound = _large(found) | depends_on(roots, carried.values(), printer.operands)
+        free = [a for n in found if n in bound for a in printer.operands(n)]
+        outside = [n for n in dict.fromkeys([*free, *roots]) if n not in bound]
         outside = [n for n in outside if n.op != "size" and constant(n) is None]
-        lines = printer.emit(n for n in outside if n.op != "leaf")
+        lines = printer.emit((n for n in outside if n.op != "leaf"), named=again)
         if lines:
             self.body += ["# free of the carry: for all units at once", *lines]
-        varies = _varies(program)
-        inner = TorchPrinter(printer.builder, self.names)
-        inner.scanning = True
-        for n in outside:
-            text = printer.text[n]
-            if n.role == "fresh":
-                inner.text[n] = f"unit.starts[{n.name}][i]"
-            elif not printer.is_tile(n):
-                inner.text[n] = text
-            else:
-                if text not in self.units:
-                    wish = text.removeprefix("unit.")
-                    self.units[text] = self.names.get(f"{wish}_at" if wish.isidentifier() else "x_at")
-                    self.body.append(f"{self.units[text]} = {text}.unbind(2)")
-                inner.text[n] = f"{self.units[text]}[{'i' if n in varies else '0'}]"
-        return inner
+        return ScanPrinter(printer, outside, _varies(program, outside, printer))
 
 
-def _varies(program: Program) -> set[Node]:
+def _large(nodes: Iterable[Node]) -> set[Node]:
+    """Those too large for all units at once."""
+    return {n for n in nodes if len(n.axes) > 2}
+
+
+def _kept(node: Node, made: Node) -> bool:
+    """Whether a value of the loop, as it is made there, is worth keeping for what follows: smaller than a state."""
+    over_tokens = not set(TOKEN_AXES).isdisjoint(node.axes)
+    return len(node.axes) < (3 if over_tokens else 2) and not {node.op, made.op} & {"leaf", "expand", "rename"}
+
+
+def _varies(program: Program, nodes: Iterable[Node], printer: TorchPrinter) -> set[Node]:
     """Nodes that have a value of their own in every unit; the others have one for all."""
     roles = {"token", "cot", "carry", "cocarry", "live", "fresh"}
-    return depends_on(program.outputs.values(), [n for n in program.leaves() if n.role in roles])
+    return depends_on(nodes, [n for n in program.leaves() if n.role in roles], printer.operands)
 
 
 def _carries(program: Program) -> dict[str, Node]:

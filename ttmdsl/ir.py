@@ -215,12 +215,16 @@ def reachable(
     return list(seen)
 
 
-def depends_on(roots: Iterable[Node], sources: Iterable[Node]) -> set[Node]:
+def depends_on(
+    roots: Iterable[Node],
+    sources: Iterable[Node],
+    operands: Callable[[Node], tuple[Node, ...]] = lambda node: node.args,
+) -> set[Node]:
     """Those nodes under the roots that depend on a source (a source under the roots included)."""
     origins = set(sources)
     tainted: set[Node] = set()
-    for node in reachable(roots):
-        if node in origins or any(a in tainted for a in node.args):
+    for node in reachable(roots, operands=operands):
+        if node in origins or any(a in tainted for a in operands(node)):
             tainted.add(node)
     return tainted
 

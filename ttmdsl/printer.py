@@ -14,6 +14,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import Axes, Node, constant, reachable
 
 INLINE_WIDTH = 46  # longer expressions get a name of their own; two of them fit on a line
+ARGUMENT_WIDTH = 24  # as one of three arguments
 
 # operations whose parentheses may go where they stand beside another: to the left of * and of +, to the right of +
 LEFT_OF_PRODUCT = frozenset({"const", "neg", "mul", "recip", "contract"})
@@ -45,6 +46,7 @@ class Printer(ABC):
         self.builder = builder
         self.names = names
         self.text: dict[Node, str] = {}
+        self.joined: dict[Node, Node] = {}  # sums, each with the product that is a part of it
         self._tiles: dict[Node, bool] = {}
 
     @abstractmethod
@@ -81,6 +83,10 @@ class Printer(ABC):
                     return x, y.args[0]
         return node.args
 
+    def negates(self, node: Node) -> bool:
+        """Whether a sum is the difference of its operands."""
+        return self.operands(node) != node.args
+
     # -- arithmetic ------------------------------------------------------------------------------------------
 
     def arithmetic(self, node: Node) -> str:
@@ -98,7 +104,7 @@ class Printer(ABC):
             case "mul", (a, b):
                 return f"({self._beside(a, axes, LEFT_OF_PRODUCT)} * {self.operand(b, axes)})"
             case "add", (a, b):
-                sign = "+" if (a, b) == node.args else "-"
+                sign = "-" if self.negates(node) else "+"
                 return f"({self._beside(a, axes, LEFT_OF_SUM)} {sign} {self._beside(b, axes, RIGHT_OF_SUM)})"
             case _:
                 raise AssertionError(node.op)
@@ -111,8 +117,14 @@ class Printer(ABC):
 
     # -- statements ------------------------------------------------------------------------------------------
 
-    def emit(self, roots: Iterable[Node], then: Mapping[Node, Callable[[], list[str]]] | None = None) -> list[str]:
-        """Assignments for everything that the roots need and that has no text yet; every root gets a name.
+    def emit(
+        self,
+        roots: Iterable[Node],
+        then: Mapping[Node, Callable[[], list[str]]] | None = None,
+        named: Iterable[Node] = (),
+    ) -> list[str]:
+        """Assignments for everything that the roots need and that has no text yet; every root gets a name, and so does
+        what is in `named`.
 
         `then` gives lines that follow a root at once: its store, so that it need not stay alive.
         """
@@ -121,21 +133,28 @@ class Printer(ABC):
         todo = self.order(self._missing(wanted), [n for n in wanted if n not in then])
         uses = Counter(a for n in todo for a in self.operands(n))
         passed = {a for n in todo if len(self.operands(n)) > 3 for a in self.operands(n)}  # a line holds few arguments
+        named = {*wanted, *passed, *named, *(n for n in todo if uses[n] > 1 or n in self.builder.labels)}
+        self.joined |= self.join([n for n in todo if n.op == "add"], named)
+        inside = set(self.joined.values())
+        arguments = {a for n in self.joined for a in (*self.operands(n), *self.joined[n].args)}
         lines: list[str] = []
         for node in todo:
             expression = self.expression(node)
-            label = self.builder.labels.get(node)
-            alone = uses[node] <= 1 and label is None and node not in wanted and node not in passed
             given = node.op == "size" or constant(node) is not None or expression.isidentifier()
-            if given or (alone and len(expression) <= INLINE_WIDTH):
+            width = ARGUMENT_WIDTH if node in arguments else INLINE_WIDTH
+            if given or node in inside or (node not in named and len(expression) <= width):
                 self.text[node] = expression
             else:
-                self.text[node] = self.names.get(label or self.wish(node))
+                self.text[node] = self.names.get(self.builder.labels.get(node) or self.wish(node))
                 lines.append(f"{self.text[node]} = {strip(expression)}")
             if node in then:
                 lines += then[node]()
         missed = [n for n in then if n not in todo]  # roots that had their text before
         return lines + [line for n in missed for line in then[n]()]
+
+    def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
+        """The sums x + a b that are one operation, each with its product, if the target has it; none of the named."""
+        return {}
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
         """The nodes in the order in which they are computed; as they come, unless a target cares what stays alive."""

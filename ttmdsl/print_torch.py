@@ -1,0 +1,219 @@
+"""IR values as PyTorch expressions, on tensors with leading axes of a batch.
+
+Input: nodes, and the texts of what is given. Output: expressions, and assignments in a loop over units. Does not know
+forms or segments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from ttmdsl.collect import is_matrix_product
+from ttmdsl.ir import TOKEN_AXES, Axes, Node, constant
+from ttmdsl.printer import Printer, strip
+
+DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
+NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
+UNARY = frozenset({"exp2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
+CONSTANTS = {math.log2(math.e): "LOG2E", math.log(2.0): "LN2"}
+LOCALS = {
+    "x",
+    "carry",
+    "states",
+    "end",
+    "unit",
+    "torch",
+    "math",
+    "Tensor",
+    "d_y",
+    "d_carry",
+    "i",
+    "grads",
+    *CONSTANTS.values(),
+}
+
+
+def aligned(text: str, axes: Axes, target: Axes) -> str:
+    """Indexing that puts a value's axes among the target's."""
+    if axes == target or not target:
+        return text
+    return f"{text}[..., {', '.join(':' if x in axes else 'None' for x in target)}]"
+
+
+def _dims(axes: Axes, over: Axes) -> str:
+    """Some of the axes as dims counted from the end, as torch's reductions take them."""
+    dims = [axes.index(x) - len(axes) for x in over]
+    return str(dims[0]) if len(dims) == 1 else str(tuple(dims))
+
+
+class TorchPrinter(Printer):
+    """Prints values with leading batch axes; the unit axis N is one of them, except while `scanning`."""
+
+    scanning = False
+    constants = CONSTANTS
+
+    def operands(self, node: Node) -> tuple[Node, ...]:
+        """Also what products under the same decays per channel share, and what slopes of norms are made of: values of
+        this printer alone, for all units at once where they are free of the carry."""
+        if node.op in DECAYED:
+            logarithms = node.args[2:]
+            decays = self.builder.make("decays", logarithms, logarithms[0].axes, node.attr[0])
+            x, y = node.args[:2]
+            return (x if node.op == "decay_dot" else self.builder.mask(x, node.attr[0])), y, decays
+        if node.op == "norm_slopes":
+            return (self.builder.make("norm_slopes_of", node.args, node.args[-1].axes),)
+        return super().operands(node)
+
+    def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
+        joined = {}
+        for node in sums:
+            for x, product in (self.operands(node), self.operands(node)[::-1])[: 1 if self.negates(node) else 2]:
+                free = product.op == "mul" and product not in named and product not in self.text
+                if free and all(constant(n) is None and self.is_tile(n) for n in (x, *product.args)):
+                    joined[node] = product
+                    break
+        return joined
+
+    def wish(self, node: Node) -> str:
+        return {"decays": "decays", "norm_slopes_of": "slopes"}.get(node.op) or super().wish(node)
+
+    def operand(self, node: Node, target: Axes) -> str:
+        return aligned(self.text[node], node.axes, target) if self.is_tile(node) else self.text[node]
+
+    def tile(self, node: Node) -> str:
+        """A value over tokens as a tensor, constants too."""
+        number = constant(node)
+        if number is None:
+            return self.text[node]
+        like = "unit.lower" if set(node.axes) <= set(TOKEN_AXES) else "unit.lower[:, :1]"
+        return f"torch.full_like({like}, {number!r}, dtype=unit.one.dtype)"
+
+    def expression(self, node: Node) -> str:
+        axes, args = node.axes, node.args
+        ops = [self.operand(a, axes) for a in self.operands(node)]
+        match node.op:
+            case "size":
+                return f'unit.size["{node.attr[0]}"]'
+            case "add" if node in self.joined:
+                product = self.joined[node]
+                (x,) = (o for n, o in zip(self.operands(node), ops, strict=True) if n is not product)
+                factors = (self.operand(n, axes) for n in product.args)
+                minus = ", value=-1" if self.negates(node) else ""
+                return f"torch.addcmul({', '.join(map(strip, (x, *factors)))}{minus})"
+            case "const" | "neg" | "recip" | "mul" | "add":
+                return self.arithmetic(node)
+            case "pow":
+                return f"({ops[0]} ** {float(node.attr[0])!r})"
+            case "log2":
+                return f"_log2({strip(ops[0])})"
+            case "max" | "min":
+                bound = {"max": "min", "min": "max"}[node.op]
+                for text, limit in ((ops[0], constant(args[1])), (ops[1], constant(args[0]))):
+                    if limit is not None:
+                        return f"{text}.clamp({bound}={limit!r})"
+                return f"torch.{node.op}imum({strip(ops[0])}, {strip(ops[1])})"
+            case "step":
+                return f"({ops[0]} > 0).to({ops[0]}.dtype)"
+            case "select":
+                if not self.scanning:
+                    return f"torch.where({aligned(self.text[args[0]], (), axes)}, {ops[1]}, {ops[2]})"
+                yes, no = (
+                    o if constant(a) is None else f"torch.full_like({other}, {o})"
+                    for o, a, other in zip(ops[1:], args[1:], ops[:0:-1], strict=True)
+                )
+                return f"({yes} if {self.text[args[0]]} else {no})"
+            case "expand":
+                return ops[0]
+            case "rename":
+                source, target = map(str, node.attr)
+                moved = tuple(target if a == source else a for a in args[0].axes)
+                return self.text[args[0]] if moved == axes else f"{self.text[args[0]]}.mT"
+            case "sum":
+                return f"{self.text[args[0]]}.sum({_dims(args[0].axes, node.reduced)})"
+            case "amax":
+                return f"{self.text[args[0]]}.amax({_dims(args[0].axes, node.reduced)})"
+            case "contract":
+                return self._contract(node)
+            case "mask":
+                fill = float(node.attr[1])
+                if fill == 0 and axes == ("t", "s") == args[0].axes and constant(args[0]) is None:
+                    return f"{self.text[args[0]]}.tril({0 if node.attr[0] == 'lower' else -1})"
+                # two numbers would give a tile of torch's default dtype
+                kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
+                return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
+            case "cumsum":
+                text, dim = self.text[args[0]], _dims(args[0].axes, (str(node.attr[0]),))
+                return f"{text}.flip({dim}).cumsum({dim}).flip({dim})" if node.attr[1] else f"{text}.cumsum({dim})"
+            case "tri_inv":
+                return f"_unit_lower_inverse({self.text[args[0]]})"
+            case "newton_schulz" | "newton_schulz_back":
+                turn = ".mT" if axes[0] != node.attr[0] else ""
+                texts = [f"{self.operand(a, axes)}{turn}" for a in args]
+                return f"_{node.op}({', '.join(texts)}, {node.attr[1]}){turn}"
+            case "decay_dot" | "decay_mix" | "decay_mix_t":
+                a, b, decays = self.operands(node)
+                return f"{self.text[decays]}.{node.op[6:]}({self.tile(a)}, {self.tile(b)})"
+            case "decays":
+                return f"_decays({', '.join(map(self.tile, args))}, unit.{node.attr[0]})"
+            case "norm_slopes":
+                return f"{self.text[self.operands(node)[0]]}()"
+            case "norm_slopes_of":
+                return f"_norm_slopes({', '.join(map(self.tile, args))})"
+            case "norm_scan" | "norm_adjoint":
+                return f"_{node.op}({', '.join(map(self.tile, args))})"
+            case _:
+                assert node.op in UNARY, node.op
+                return f"torch.{node.op}({strip(ops[0])})"
+
+    def _contract(self, node: Node) -> str:
+        a, b = node.args
+        over = node.reduced
+        if is_matrix_product(node):
+            (k,) = over
+            if len(node.axes) == 2 and node.axes[0] in b.axes:
+                a, b = b, a
+            if len(a.axes) == 1:
+                a, b = b, a
+            left = self.text[a] if a.axes[-1] == k else f"{self.text[a]}.mT"
+            if len(b.axes) == 1:
+                return f"({left} @ {self.text[b]}[..., None])[..., 0]"
+            right = self.text[b] if b.axes[0] == k else f"{self.text[b]}.mT"
+            return f"({left} @ {right})"
+        union = self.builder.order((*a.axes, *b.axes))
+        return f"({self.operand(a, union)} * {self.operand(b, union)}).sum({_dims(union, over)})"
+
+
+class ScanPrinter(TorchPrinter):
+    """Prints the loop over units; what was found for all at once is at hand by unit, its axes where they are wanted."""
+
+    scanning = True
+
+    def __init__(self, outer: TorchPrinter, given: Iterable[Node], varies: set[Node]) -> None:
+        super().__init__(outer.builder, outer.names)
+        self.outer, self.varies = outer, varies
+        self.lists: dict[str, str] = {}  # text of a value: the name of its list of values, one for each unit
+        for node in given:
+            if node.role == "fresh":
+                self.text[node] = f"unit.starts[{node.name}][i]"
+            elif not self.is_tile(node):
+                self.text[node] = outer.text[node]
+            else:
+                self.text[node] = self._of_unit(node, outer.text[node])
+
+    def operand(self, node: Node, target: Axes) -> str:
+        if node in self.outer.text and self.is_tile(node) and node.role != "fresh":
+            return self._of_unit(node, aligned(self.outer.text[node], node.axes, target))
+        return super().operand(node, target)
+
+    def before(self, loop: Iterable[str]) -> list[str]:
+        """The lines that make what a loop takes by unit."""
+        used = {word for line in loop for word in re.findall(r"\w+", line)}
+        return [f"{name} = {text}.unbind(2)" for text, name in self.lists.items() if name in used]
+
+    def _of_unit(self, node: Node, text: str) -> str:
+        if text not in self.lists:
+            wish = text.partition("[")[0].removeprefix("unit.")
+            self.lists[text] = self.names.get(f"{wish}_at" if wish.isidentifier() else "x_at")
+        return f"{self.lists[text]}[{'i' if node in self.varies else '0'}]"
