@@ -426,31 +426,35 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     texts = []
     tokens = unit_tokens(lowered)
     weight = weights(max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens)
+    full = weights(64)  # in a loop, tiles of few tokens lie as the states do that they meet: on all warps
     *chunks, (_, last) = _forms(lowered).items()
-    texts = [_form_texts(spec, plan(name, form, weight), weight) for name, form in chunks]
+    texts = [_form_texts(spec, plan(name, form, weight), weight, full) for name, form in chunks]
     token = token_kernel(last)
-    backward = write_token_backward(spec, last, "_token_backward_kernel", weight)
+    backward = write_token_backward(spec, last, "_token_backward_kernel", full)
     carried = [k for k, _ in token.carried]
-    scan = write_scan(spec, token, weight)
+    scan = write_scan(spec, token, full)
     texts.append(FormTexts("token", (scan,), (backward,), list(token.keeps), [], carried))
     return texts
 
 
-def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, weight: Weight, full: Weight) -> FormTexts:
     b = p.forward[0].program.builder
-    write = {"scan": write_scan, "map": write_map}
+
+    def write(k: Kernel) -> KernelText:
+        return write_scan(spec, k, full) if k.kind == "scan" else write_map(spec, k, weight)
+
     scans = [next(k for k in kernels if k.kind == "scan") for kernels in (p.forward, p.backward)]
     return FormTexts(
         p.name,
-        tuple(write[k.kind](spec, k, weight) for k in p.forward),
-        tuple(write[k.kind](spec, k, weight) for k in p.backward),
+        tuple(map(write, p.forward)),
+        tuple(map(write, p.backward)),
         list(scans[0].keeps),
         list(scans[1].keeps),
         [k for k, _ in scans[0].carried],
         {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},
-        write_scan(spec, p.parts.carry, weight) if p.parts else None,
-        tuple((t, write_scan(spec, kernel, weight)) for t, kernel in p.parts.transfers) if p.parts else (),
+        write(p.parts.carry) if p.parts else None,
+        tuple((t, write(kernel)) for t, kernel in p.parts.transfers) if p.parts else (),
     )
 
 

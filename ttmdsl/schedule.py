@@ -17,18 +17,23 @@ Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
 
 # tiles that an operation needs beside its operands and its result, as ahead-of-time compilation shows them
-WORKING = {"decay_dot": 3.0, "decay_mix": 3.0, "decay_mix_t": 3.0, "tri_inv": 2.0}
+WORKING = {
+    "decay_dot": 3.0, "decay_mix": 3.0, "decay_mix_t": 3.0, "tri_inv": 2.0, "norm_scan": 4.0, "norm_adjoint": 6.0,
+}  # fmt: skip
 
 
 def weights(tokens: int) -> Weight:
-    """What values weigh where a unit has that many tokens: registers, in tiles of 64 x 64. Dims count as 64; what is
-    loaded has half the precision of what is computed."""
+    """What values weigh where a unit has that many tokens: registers, in tiles of 64 x 64.
+
+    Dims count as 64. Tiles of few tokens are held by several warps at once; what is loaded has half the precision of
+    what is computed.
+    """
 
     @functools.cache
     def weight(node: Node) -> float:
         if len(node.axes) < 2:
             return len(node.axes) / 64
-        tile = math.prod(tokens / 64 for x in node.axes[:2] if x in TOKEN_AXES)
+        tile = math.prod(math.sqrt(tokens / 64) for x in node.axes[:2] if x in TOKEN_AXES)
         return tile / 2 if node.role in ("token", "cot") else tile
 
     return weight
