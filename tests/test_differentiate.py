@@ -45,6 +45,11 @@ class Inputs:
         return self.b.cumsum(self.g)
 
 
+def solve(n: Inputs, b: Builder, right: Node) -> Node:
+    """(I - N)^-1 times one vector for every token."""
+    return b.contract(b.tri_inv(b.mask(n.pairs(n.x, n.y), "strict")), n.later(b.map("tanh", right)), {"s"})
+
+
 CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "add": lambda n, b: b.add(n.x, n.p),
     "neg": lambda n, b: b.make("neg", (n.x,), n.x.axes),
@@ -77,6 +82,10 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "cumsum backwards": lambda n, b: b.cumsum(n.x, reverse=True),
     "newton_schulz": lambda n, b: b.make("newton_schulz", (n.S,), n.S.axes, "j", 3),
     "tri_inv": lambda n, b: b.tri_inv(b.mask(n.pairs(n.x, n.y), "strict")),
+    "tri_inv of solves": lambda n, b: b.add(solve(n, b, n.x), b.mul(n.g, b.neg(solve(n, b, n.y)))),
+    "tri_inv of a solve and a sum": lambda n, b: b.add(
+        solve(n, b, n.x), b.sum(b.tri_inv(b.mask(n.pairs(n.x, n.y), "strict")), {"s"})
+    ),
     "decay_dot": lambda n, b: b.decay_dot(n.x, n.later(n.y), n.total(), n.later(n.total()), "lower", "i"),
     "decay_mix": lambda n, b: b.decay_mix(
         n.pairs(n.x, n.y), n.later(n.y), n.total(), n.later(n.total()), "strict"
@@ -134,6 +143,16 @@ def compare(forward: Program, seed: int = 0) -> None:
         torch.testing.assert_close(
             gradient, expected, rtol=1e-9, atol=1e-9, msg=lambda m, leaf=leaf: f"{leaf.name}: {m}"
         )
+
+
+def test_the_gradient_of_a_solve_is_one_outer_product() -> None:
+    inputs = Inputs()
+    b = inputs.b
+    backward = differentiate(Program("chunk", DIMS, b, {"y": solve(inputs, b, inputs.x)}))
+    products = [n for n in backward.nodes() if n.op == "contract" and set(n.reduced) & {"t", "s", "u"}]
+    between = [n for n in products if all(len(a.axes) == 2 and set(a.axes) <= {"t", "s", "u"} for a in n.args)]
+    assert products
+    assert not between  # the inverse meets vectors alone
 
 
 def test_the_interpreters_own_gradients_are_right() -> None:

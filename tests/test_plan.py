@@ -12,7 +12,7 @@ from ttmdsl.ir import Program
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
 from ttmdsl.schedule import best_order, weights
-from ttmdsl.staging import MOST, is_input, operands, peak_of_loads
+from ttmdsl.staging import LIMITS, cost, is_input, operands, peak_of_loads, staged
 
 FULL = weights(64)
 
@@ -116,8 +116,20 @@ def test_a_kernel_of_many_tiles_is_several_that_have_room() -> None:
         known = set(part.given)
         nodes = [n for n in part.nodes() if n not in known and not is_input(n)]
         # the order is another than the one it was cut in
-        assert peak_of_loads(best_order(nodes, [], operands, FULL), FULL) <= MOST + 2
+        assert peak_of_loads(best_order(nodes, [], operands, FULL), FULL) <= LIMITS[0] + 2
         assert set(part.saves) <= {n for k in found.backward for n in k.given}
-    assert not any(k.exact for k in plan("chunk", forms("gated_delta_net", {})["chunk"], FULL).backward)
-    # tiles of a short chunk are small
-    assert not any(k.exact for k in plan("chunk", forms("lattice_dec", {"b": 4})["chunk"], weights(16)).backward)
+    assert not any(k.exact for k in plan("chunk", forms("mamba2", {})["chunk"], FULL).backward)
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_no_kernel_is_cut_that_costs_less_whole(tokens: int) -> None:
+    weight = weights(tokens)
+    cut = 0
+    for _, form, _ in PLANS:
+        gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
+        whole = Kernel("_all_kernel", "map", form.backward, outputs=tuple(gradients.items()))
+        parts = staged(whole, weight)
+        assert sum(cost(part, weight) for part in parts) <= cost(whole, weight)
+        assert sorted(name for part in parts for name, _ in part.outputs) == sorted(gradients)
+        cut += len(parts) > 1
+    assert cut
