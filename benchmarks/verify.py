@@ -1,7 +1,10 @@
-"""Parity of the Triton backend on this GPU, outputs, states and all gradients, against float64; a process per layer.
+"""Parity of the Triton backend, outputs, states and all gradients, against float64; a process per layer.
 
 Usage: python benchmarks/verify.py [OUT.json] [--layers a,b:b=16 | all] [--heads 32,60,64,128] [--tokens 1,63,2048,8192]
-                                   [--seconds 560]
+                                   [--seconds 560] [--device cuda | cpu]
+On a CPU Triton interprets the kernels, and bfloat16 is rounded as a GPU does (ttmdsl/interpreted.py): that shows what
+the arithmetic loses, and nothing of what a GPU's compiler makes of it.
+
 The oracle is the reference backend up to 63 tokens, and beyond it the float64 torch backend, which the test suite
 holds against the reference at 1e-9. OUT.json is written after every layer and head size; what it holds is not compared
 again, so a run that was cut short goes on where it stopped. Exit status 1 on any miss.
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import os
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,7 +28,7 @@ VARIANTS = (
 ).split()
 
 
-def run(job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, object]]:
+def run(job: tuple[str, list[int], list[int], list[str], str]) -> list[dict[str, object]]:
     """All comparisons of one variant."""
     import torch
 
@@ -33,7 +37,7 @@ def run(job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, obje
     from ttmdsl.drawing import Shape
     from ttmdsl.parity import parity
 
-    variant, heads, tokens, dtypes = job
+    variant, heads, tokens, dtypes, device = job
     name, consts = parse_variant(variant)
     module = ttmdsl.load(name, **consts)
     rows = []
@@ -45,7 +49,7 @@ def run(job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, obje
                 began = time.time()
                 row = {"variant": variant, "D": head, "T": T, "dtype": dtype}
                 try:
-                    how = {"backends": ["triton"], "oracle": oracle, "device": "cuda"}
+                    how = {"backends": ["triton"], "oracle": oracle, "device": device}
                     found = parity(module, dtypes=[getattr(torch, dtype)], shapes=[shape], **how)
                     worst = max(found, key=lambda r: r.error if r.error == r.error else float("inf"))
                     row |= {"worst": worst.error, "quantity": worst.quantity, "ok": all(r.ok for r in found)}
@@ -70,9 +74,12 @@ def main() -> int:
     parser.add_argument("--heads", default="32,60,64,128")
     parser.add_argument("--tokens", default="1,63,2048,8192")
     parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after that many")
     args = parser.parse_args()
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # the processes read it where kernels are defined
     end = time.monotonic() + args.seconds
     heads, tokens = [int(h) for h in args.heads.split(",")], [int(t) for t in args.tokens.split(",")]
     layers = ttmdsl.layers() if args.layers == "all" else args.layers.split(",")
@@ -80,7 +87,7 @@ def main() -> int:
     results: list[dict[str, object]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     known = {(r["variant"], r["D"], r["T"], r["dtype"]) for r in results}
     dtypes = args.dtypes.split(",")
-    jobs = [(v, [h], tokens, dtypes) for h in largest_first for v in layers]
+    jobs = [(v, [h], tokens, dtypes, args.device) for h in largest_first for v in layers]
     jobs = [job for job in jobs if not {(job[0], job[1][0], t, d) for t in tokens for d in dtypes} <= known]
     with ProcessPoolExecutor(args.jobs, mp_context=mp.get_context("spawn"), max_tasks_per_child=1) as pool:
         waiting = {pool.submit(_until, end, job): job for job in jobs}
@@ -109,7 +116,7 @@ def main() -> int:
     return int(bool(missed))
 
 
-def _until(end: float, job: tuple[str, list[int], list[int], list[str]]) -> list[dict[str, object]]:
+def _until(end: float, job: tuple[str, list[int], list[int], list[str], str]) -> list[dict[str, object]]:
     """The job's rows; none if it is too late to begin (the clock is the machine's, the same in every process)."""
     return run(job) if time.monotonic() < end else []
 

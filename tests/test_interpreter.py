@@ -19,7 +19,15 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
-def misses(layer: str, consts: dict[str, float]) -> list[str]:
+# as wide as heads are: errors of narrow ones differ from draw to draw
+HALF: tuple[dict[str, Any], ...] = ({"label": "T=67", "tokens": 67, "dims": (64,)},)
+
+
+# what bfloat16 costs a gradient that is the difference of sums over all tokens, at this draw (benchmarks/NOTES.md)
+KNOWN = {("titans", "grad log_alpha"): 8e-3}
+
+
+def misses(layer: str, consts: dict[str, float], dtype: str, shapes: tuple[dict[str, Any], ...]) -> list[str]:
     """What a layer misses; in the other process."""
     import torch
 
@@ -27,14 +35,58 @@ def misses(layer: str, consts: dict[str, float]) -> list[str]:
     from ttmdsl.parity import parity
 
     torch.set_num_threads(1)
-    shapes = [Shape(**shape) for shape in SHAPES]
-    rows = parity(ttmdsl.load(layer, **consts), dtypes=(torch.float32,), shapes=shapes, backends=("triton",))
+    how: dict[str, Any] = {"dtypes": (getattr(torch, dtype),), "shapes": [Shape(**shape) for shape in shapes]}
+    rows = parity(ttmdsl.load(layer, **consts), **how, backends=("triton",))
     assert rows
-    return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+    known = KNOWN if shapes == HALF else {}
+    return [
+        f"{row.shape}: {row.quantity} {row.error:.1e}"
+        for row in rows
+        if not (row.ok or row.error < known.get((layer, row.quantity), 0))
+    ]
 
 
 @pytest.mark.parametrize("layer", ttmdsl.layers())
 def test_kernels_are_the_reference(layer: str, interpreter: ProcessPoolExecutor) -> None:
     # a group of 5 tokens: several of them in a sequence, and one cut in two
     grouped = ttmdsl.load(layer).CONSTS.get("b", 1) > 1
-    assert interpreter.submit(misses, layer, {"b": 5} if grouped else {}).result() == []
+    assert interpreter.submit(misses, layer, {"b": 5} if grouped else {}, "float32", SHAPES).result() == []
+
+
+@pytest.mark.parametrize("layer", ttmdsl.layers())
+def test_bfloat16_as_a_gpu_computes_it(layer: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(misses, layer, {}, "bfloat16", HALF).result() == []
+
+
+def product() -> tuple[float, float, bool]:
+    """The error of a product of bfloat16 tiles, and of numbers that become bfloat16; in the other process."""
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from ttmdsl.interpreted import rounded
+
+    @triton.jit
+    def kernel(a_ptr, b_ptr, y_ptr, z_ptr):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        y = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))
+        tl.store(y_ptr + at, y)
+        tl.store(z_ptr + at, y.to(tl.bfloat16).to(tl.float32))
+
+    before = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 16, 16).bfloat16()
+    y, z = torch.zeros(2, 16, 16)
+    with rounded():
+        kernel[(1,)](a, b, y, z)
+    expected = a.double() @ b.double()
+    restored = before == (InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc)
+    return float((y - expected).abs().max()), float((z - y.bfloat16().float()).abs().max()), restored
+
+
+def test_the_interpreters_bfloat16_is_mended(interpreter: ProcessPoolExecutor) -> None:
+    error, rounding, restored = interpreter.submit(product).result()
+    assert error < 1e-5
+    assert rounding == 0
+    assert restored

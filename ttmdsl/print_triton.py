@@ -207,7 +207,9 @@ class TritonPrinter(Printer):
                 a, b, left, right = b, a, right, left
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
-            return f"_tile_dot({left}, {right}, {self.dot})"
+            # weights of tokens are made of gates: they have no rounding to share with an input
+            weights = set(a.axes) | set(b.axes) <= set(TOKEN_AXES)
+            return f"_tile_dot({left}, {right}, {'tl.float32, INVERSE' if weights else self.dot})"
         union = self.builder.order((*a.axes, *b.axes))
         product = f"{at(left, a.axes, union)} * {at(right, b.axes, union)}"
         return self._reduce("sum", product, union, over)
