@@ -401,6 +401,16 @@ class FormTexts:
     carry: KernelText | None = None
     transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
+    def stages(self) -> list[tuple[KernelText, dict[str, Axes], list[str]]]:
+        """Every backward kernel, the rooms for values that it is the first to use, and those that it is the last to."""
+        uses = [{n for n in self.saved_late if any(f'"{n}"' in a.value for a in k.arguments)} for k in self.backward]
+        stages = []
+        for i, k in enumerate(self.backward):
+            before, after = set().union(*uses[:i]), set().union(*uses[i + 1 :])
+            made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - before}
+            stages.append((k, made, sorted(uses[i] - after)))
+        return stages
+
     def kernels(self) -> tuple[KernelText, ...]:
         parts = (self.carry,) if self.carry else ()
         return self.forward + self.backward + parts + tuple(text for _, text in self.transfers)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 ROOM = 7.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
 LIMITS = (12.0, 9.0, ROOM)  # what each of several kernels may have
-LAUNCH, SPILL = 2.0, 8.0  # what a kernel, and a tile that finds no room, cost: in products, or loads, of a tile
+LAUNCH = 4.0  # what a kernel costs, in products, or loads, of a tile
+SPILL, CROWD = 6.0, 0.2  # and a tile that finds no room; more where they are many, and leave the caches
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
@@ -29,18 +30,25 @@ def staged(kernel: Kernel, weight: Weight) -> list[Kernel]:
     order = best_order(computed(kernel), [], operands, weight)
     if peak_of_loads(order, weight) <= ROOM:
         return [kernel]
-    ways = [[kernel], *(_cut(kernel, _segments(order, weight, limit)) for limit in LIMITS)]
+    ways = [[kernel]]
+    for limit in LIMITS:
+        segments = _segments(order, weight, limit)
+        ways += [_cut(kernel, segments, most) for most in (1, len(order))]
     return min(ways, key=lambda parts: sum(cost(part, weight) for part in parts))
 
 
 def cost(kernel: Kernel, weight: Weight) -> float:
-    """About how long a kernel takes, in products of two tiles; as long as loading a tile in half precision."""
+    """About how long a kernel takes, in products of two tiles; as long as loading a tile in half precision.
+
+    What crosses takes room in memory, too, and counts more where it is stored.
+    """
     order = best_order(computed(kernel), [], operands, weight)
     tiles = [n for n in dict.fromkeys(a for n in order for a in operands(n)) if len(n.axes) == 2]
     loads = sum(2.0 if n in kernel.exact else 1.0 for n in tiles if n.op == "leaf" or n in kernel.given)
-    stores = sum(2.0 if n in kernel.exact else 1.0 for n in kernel.saves if len(n.axes) == 2)
+    stores = sum(3.0 if n in kernel.exact else 1.0 for n in kernel.saves if len(n.axes) == 2)
     products = sum(n.op == "contract" and len(n.axes) == 2 for n in order)
-    return LAUNCH + products + loads + stores + SPILL * max(0.0, peak_of_loads(order, weight) - ROOM)
+    over = max(0.0, peak_of_loads(order, weight) - ROOM)
+    return LAUNCH + products + loads + stores + over * (SPILL + CROWD * over)
 
 
 def computed(kernel: Kernel) -> list[Node]:
@@ -49,12 +57,12 @@ def computed(kernel: Kernel) -> list[Node]:
     return [n for n in kernel.nodes() if n not in given and not is_input(n) and len(n.axes) <= 2]
 
 
-def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
-    """The kernel as several, each of which computes one segment."""
+def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]], most: int) -> list[Kernel]:
+    """The kernel as several, each of which computes one segment; what follows from `most` tiles is computed again."""
     place = {n: i for i, segment in enumerate(segments) for n in segment}
     crossing: dict[Node, None] = {}
     for n in place:
-        for a in (s for x in operands(n) for s in _sources(x)):
+        for a in (s for x in operands(n) for s in _sources(x, most)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
     result: list[Kernel] = []
@@ -78,14 +86,20 @@ def operands(node: Node) -> tuple[Node, ...]:
     return tuple(x for a in node.args for x in (a.args if len(a.axes) > 2 else (a,)))
 
 
-def _sources(node: Node) -> list[Node]:
-    """What a value follows from by work on single elements: of one tile and any vectors; else the value itself."""
-    if is_input(node):
-        return []
-    tiles = [a for a in node.args if len(a.axes) == 2 and not is_input(a)]
-    if len(node.axes) != 2 or node.op in _ACROSS or len(tiles) > 1:
-        return [node]
-    return [s for a in node.args for s in _sources(a)]
+def _sources(node: Node, most: int) -> list[Node]:
+    """What a value follows from by work on single elements: no more tiles than `most`, and vectors; else the value."""
+    sources, stack, known = [], [node], set()
+    while stack:
+        n = stack.pop()
+        if n in known or is_input(n):
+            continue
+        known.add(n)
+        tiles = [a for a in n.args if len(a.axes) == 2 and not is_input(a)]
+        if len(n.axes) != 2 or n.op in _ACROSS or len(tiles) > most:
+            sources.append(n)
+        else:
+            stack.extend(n.args)
+    return sources
 
 
 def peak_of_loads(segment: Sequence[Node], weight: Weight) -> float:
