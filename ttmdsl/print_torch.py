@@ -193,21 +193,23 @@ class TorchPrinter(Printer):
         left = self.text[a] if a.axes[-1] == k else f"{self.text[a]}.mT"
         return left, self.text[b] if b.axes[0] == k else f"{self.text[b]}.mT"
 
-    def _times_vector(self, matrix: Node, vector: Node, k: str) -> str:
-        left = self.text[matrix] if matrix.axes[-1] == k else f"{self.text[matrix]}.mT"
+    def _times_vector(self, node: Node) -> str:
+        vector, matrix = sorted(node.args, key=lambda n: len(n.axes))
+        left = self.text[matrix] if matrix.axes[-1] in node.reduced else f"{self.text[matrix]}.mT"
         return f"({left} @ {self.text[vector]}[..., None])[..., 0]"
 
     def _contract(self, node: Node) -> str:
         a, b = node.args
-        over = node.reduced
         if is_matrix_product(node):
             if len(node.axes) == 1:
-                return self._times_vector(*((a, b) if len(b.axes) == 1 else (b, a)), *over)
-            left, right = self._factors(node)
-            batched = self.scanning and self.is_tile(a) and self.is_tile(b)
-            return f"torch.bmm({strip(left)}, {strip(right)})" if batched else f"({left} @ {right})"
+                return self._times_vector(node)
+            return self._product(node, *self._factors(node))
         union = self.builder.order((*a.axes, *b.axes))
         return self.reduced(f"({self.operand(a, union)} * {self.operand(b, union)})", union, node)
+
+    def _product(self, node: Node, left: str, right: str) -> str:
+        batched = self.scanning and all(map(self.is_tile, node.args))
+        return f"torch.bmm({strip(left)}, {strip(right)})" if batched else f"({left} @ {right})"
 
 
 class ScanPrinter(TorchPrinter):
@@ -269,12 +271,12 @@ class ScanPrinter(TorchPrinter):
         turned = ".mT" if any(x and held.index(x) != left.index(x) for x in left) else ""
         return f"{text}.{'amax' if node.op == 'amax' else 'sum'}({dims}, keepdim=True){turned}"
 
-    def _times_vector(self, matrix: Node, vector: Node, k: str) -> str:
-        (x,) = (x for x in matrix.axes if x != k)
-        column = x == "t"
-        turned = ".mT" if (matrix.axes[-1] == k) != column else ""
-        factors = [f"{self.text[matrix]}{turned}", f"{self.text[vector]}{'.mT' if (k == 't') != column else ''}"]
-        return f"torch.bmm({', '.join(factors if column else factors[::-1])})"
+    def _times_vector(self, node: Node) -> str:
+        vector, matrix = sorted(node.args, key=lambda n: len(n.axes))
+        (k,), column = node.reduced, node.axes == ("t",)
+        first = f"{self.text[matrix]}{'.mT' if (matrix.axes[-1] == k) != column else ''}"
+        second = f"{self.text[vector]}{'.mT' if (k == 't') != column else ''}"
+        return self._product(node, *((first, second) if column else (second, first)))
 
     def before(self, loop: Iterable[str]) -> list[str]:
         """The lines that make what a loop takes by unit."""
