@@ -4,12 +4,13 @@ Input: `Lowered`. Output: the section's source text. One function forward and on
 dependence on the carry: what does not depend on it is computed for all units at once, before the scan; what the next
 carry does not depend on, after it.
 
-Values have leading axes [B, H, N] outside the scan (N units: chunks, or tokens) and [B, H] inside.
+Values have leading axes [B, H, N] outside the scan (N units: chunks, or tokens) and [B H] inside.
 """
 
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
 
 BY_TOKEN = frozenset({"norm_scan", "norm_adjoint"})  # dear: the backward function takes it from the forward one
+
+RELEASED = 8  # values that a function lets go of together
 
 
 class _Way(NamedTuple):
@@ -61,7 +64,7 @@ class _Function:
         stacks = {self._label(n): self.printer.text[n] for n in handed}
         self.body.append(f"end = {_dict(ends)}")
         self.body.append(f"return {self.printer.text[y]}, end, {_dict(stacks)}")
-        return {"name": f"_{self.name}_forward", "args": "x, carry, unit", "body": self.body}
+        return {"name": f"_{self.name}_forward", "args": "x, carry, unit", "body": _released(self.body)}
 
     def backward(self) -> dict[str, object]:
         """What the template needs for the gradients of the tensors and of the carries before the first unit."""
@@ -89,7 +92,11 @@ class _Function:
             self.body.append(f'    "{name}": {text},')
         self.body += ["}", f"return grads, {_dict(ends)}"]
         given = "states" if self.keeps else "carry"
-        return {"name": f"_{self.name}_backward", "args": f"x, {given}, unit, d_y, d_carry", "body": self.body}
+        return {
+            "name": f"_{self.name}_backward",
+            "args": f"x, {given}, unit, d_y, d_carry",
+            "body": _released(self.body),
+        }
 
     def handed(self, roots: Iterable[Node]) -> list[Node]:
         """What the backward function takes from the forward one: states, and what runs token by token."""
@@ -131,10 +138,11 @@ class _Function:
         variables: dict[str, str] = {}
         for name, leaf in carried.items():
             variables[name] = inner.text[leaf] = self.names.get(way.prefix + name)
-            self.body.append(f'{variables[name]} = {way.source}["{name}"]')
+            start = inner.held(f'{way.source}["{name}"]', leaf.axes)
+            self.body.append(f"{variables[name]} = {start}")
         ends = {k: variables.get(k) or self.names.get(way.prefix + k) for k in results}
         step = inner.emit(v for v in values if v.op != "leaf" and constant(v) is None)
-        texts = {leaf: inner.text[leaf] for leaf in carried.values() if leaf in needed}
+        texts = {leaf: inner.text[leaf] for leaf in carried.values() if leaf in outer}
         first = len(texts)  # states are kept as they are at a unit's start
         texts |= {n: inner.text[v] for n, v in kept.items()}
         stacks = {n: self.names.get(f"{text}_all" if text.isidentifier() else "x_all") for n, text in texts.items()}
@@ -143,7 +151,9 @@ class _Function:
         loop = [*appended[:first], *step, *appended[first:]]
         new = {k: inner.text[v] for k, v in results.items() if constant(v) is None}
         # what no unit hands on (the point, where every chunk starts a group) ends with the first unit
-        new |= {k: f"torch.zeros_like({v})" for k, v in variables.items() if k not in new}
+        for name in [k for k in variables if k not in new]:
+            new[name] = self.names.get("nothing")
+            self.body.append(f"{new[name]} = torch.zeros_like({variables[name]})")
         targets = variables | ends
         moved = {targets[k]: text for k, text in new.items() if text != targets[k]}
         if moved:
@@ -152,9 +162,13 @@ class _Function:
         self.body.append(f"for i in {'reversed(range(unit.count))' if way.reverse else 'range(unit.count)'}:")
         self.body += [f"    {line}" for line in loop or ["pass"]]
         for node, stack in stacks.items():
-            self.body.append(f"{stack} = torch.stack({stack}{'[::-1]' if way.reverse else ''}, 2)")
+            backwards = "[::-1]" if way.reverse else ""
+            stacked = inner.bare(
+                f"torch.stack({stack}{backwards}, 1).unflatten(0, unit.heads)", made.get(node, node).axes
+            )
+            self.body.append(f"{stack} = {stacked}")
             self.printer.text[node] = stack
-        return ends
+        return {k: inner.bare(v, results[k].axes) for k, v in ends.items()}
 
     def _label(self, node: Node) -> str:
         """What a value is called between forward and backward: a state by its name, else as no state is called."""
@@ -175,6 +189,31 @@ class _Function:
         if lines:
             self.body += ["# free of the carry: for all units at once", *lines]
         return ScanPrinter(printer, outside, _varies(program, outside, printer))
+
+
+def _released(body: list[str]) -> list[str]:
+    """The lines of a function, and among them `del` of the values that no later line needs: what comes next takes their
+    places in a CPU's caches."""
+    statements: list[list[str]] = []
+    for line in body:
+        if line.startswith((" ", "}")):
+            statements[-1].append(line)
+        else:
+            statements.append([line])
+    where = {word: i for i, lines in enumerate(statements) for word in re.findall(r"\w+", "\n".join(lines))}
+    made = [m[1] for lines in statements if (m := re.match(r"(\w+) = (?!x\[)", lines[0]))]
+    ending: dict[int, list[str]] = {}
+    for name in dict.fromkeys(made):
+        ending.setdefault(where[name], []).append(name)
+    result: list[str] = []
+    dead: list[str] = []
+    for i, lines in enumerate(statements):
+        if len(dead) >= RELEASED or lines[0].startswith(("for ", "#")):
+            result += [f"del {', '.join(dead[j : j + RELEASED])}" for j in range(0, len(dead), RELEASED)]
+            dead = []
+        result += lines
+        dead += ending.get(i, [])
+    return result
 
 
 def _large(nodes: Iterable[Node]) -> set[Node]:

@@ -69,18 +69,32 @@ class TorchPrinter(Printer):
     def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
         joined = {}
         for node in sums:
-            for x, product in (self.operands(node), self.operands(node)[::-1])[: 1 if self.negates(node) else 2]:
-                free = product.op == "mul" and product not in named and product not in self.text
+            first, second = self.operands(node)
+            for x, product in ((first, second), (second, first)):
+                fused = self.is_bmm(product) or (product.op == "mul" and not (product is first and self.negates(node)))
+                free = fused and product not in named and product not in self.text
                 if free and all(constant(n) is None and self.is_tile(n) for n in (x, *product.args)):
                     joined[node] = product
                     break
         return joined
+
+    def is_bmm(self, node: Node) -> bool:
+        """Whether a value is one product of batches of matrices, all with the same leading axis."""
+        return False
 
     def wish(self, node: Node) -> str:
         return {"decays": "decays", "norm_slopes_of": "slopes"}.get(node.op) or super().wish(node)
 
     def operand(self, node: Node, target: Axes) -> str:
         return aligned(self.text[node], node.axes, target) if self.is_tile(node) else self.text[node]
+
+    def layout(self, axes: Axes) -> Axes:
+        """The axes of the tensor that holds a value with these axes."""
+        return axes
+
+    def reduced(self, text: str, axes: Axes, node: Node) -> str:
+        """A tensor with these axes summed, or its largest taken, over those that the node is without."""
+        return f"{text}.{'amax' if node.op == 'amax' else 'sum'}({_dims(axes, node.reduced)})"
 
     def tile(self, node: Node) -> str:
         """A value over tokens as a tensor, constants too."""
@@ -98,10 +112,15 @@ class TorchPrinter(Printer):
                 return f'unit.size["{node.attr[0]}"]'
             case "add" if node in self.joined:
                 product = self.joined[node]
-                (x,) = (o for n, o in zip(self.operands(node), ops, strict=True) if n is not product)
-                factors = (self.operand(n, axes) for n in product.args)
-                minus = ", value=-1" if self.negates(node) else ""
-                return f"torch.addcmul({', '.join(map(strip, (x, *factors)))}{minus})"
+                first = self.operands(node)[0] is product
+                if product.op == "contract":
+                    call, minus = "baddbmm", "beta=-1" if first else "alpha=-1"
+                    factors = list(self._factors(product))
+                else:
+                    call, minus = "addcmul", "value=-1"
+                    factors = [self.operand(n, axes) for n in product.args]
+                texts = [strip(text) for text in (ops[1 if first else 0], *factors)]
+                return f"torch.{call}({', '.join(texts + [minus] * self.negates(node))})"
             case "const" | "neg" | "recip" | "mul" | "add":
                 return self.arithmetic(node)
             case "pow":
@@ -128,12 +147,10 @@ class TorchPrinter(Printer):
                 return ops[0]
             case "rename":
                 source, target = map(str, node.attr)
-                moved = tuple(target if a == source else a for a in args[0].axes)
-                return self.text[args[0]] if moved == axes else f"{self.text[args[0]]}.mT"
-            case "sum":
-                return f"{self.text[args[0]]}.sum({_dims(args[0].axes, node.reduced)})"
-            case "amax":
-                return f"{self.text[args[0]]}.amax({_dims(args[0].axes, node.reduced)})"
+                moved = tuple(target if a == source else a for a in self.layout(args[0].axes))
+                return self.text[args[0]] if moved == self.layout(axes) else f"{self.text[args[0]]}.mT"
+            case "sum" | "amax":
+                return self.reduced(self.text[args[0]], args[0].axes, node)
             case "contract":
                 return self._contract(node)
             case "mask":
@@ -144,7 +161,7 @@ class TorchPrinter(Printer):
                 kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
                 return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
             case "cumsum":
-                text, dim = self.text[args[0]], _dims(args[0].axes, (str(node.attr[0]),))
+                text, dim = self.text[args[0]], _dims(self.layout(args[0].axes), (str(node.attr[0]),))
                 return f"{text}.flip({dim}).cumsum({dim}).flip({dim})" if node.attr[1] else f"{text}.cumsum({dim})"
             case "tri_inv":
                 return f"_unit_lower_inverse({self.text[args[0]]})"
@@ -167,26 +184,38 @@ class TorchPrinter(Printer):
                 assert node.op in UNARY, node.op
                 return f"torch.{node.op}({strip(ops[0])})"
 
+    def _factors(self, node: Node) -> tuple[str, str]:
+        """The two factors of a product of matrices."""
+        a, b = node.args
+        (k,) = node.reduced
+        if len(node.axes) == 2 and node.axes[0] in b.axes:
+            a, b = b, a
+        left = self.text[a] if a.axes[-1] == k else f"{self.text[a]}.mT"
+        return left, self.text[b] if b.axes[0] == k else f"{self.text[b]}.mT"
+
+    def _times_vector(self, node: Node) -> str:
+        vector, matrix = sorted(node.args, key=lambda n: len(n.axes))
+        left = self.text[matrix] if matrix.axes[-1] in node.reduced else f"{self.text[matrix]}.mT"
+        return f"({left} @ {self.text[vector]}[..., None])[..., 0]"
+
     def _contract(self, node: Node) -> str:
         a, b = node.args
-        over = node.reduced
         if is_matrix_product(node):
-            (k,) = over
-            if len(node.axes) == 2 and node.axes[0] in b.axes:
-                a, b = b, a
-            if len(a.axes) == 1:
-                a, b = b, a
-            left = self.text[a] if a.axes[-1] == k else f"{self.text[a]}.mT"
-            if len(b.axes) == 1:
-                return f"({left} @ {self.text[b]}[..., None])[..., 0]"
-            right = self.text[b] if b.axes[0] == k else f"{self.text[b]}.mT"
-            return f"({left} @ {right})"
+            if len(node.axes) == 1:
+                return self._times_vector(node)
+            return self._product(node, *self._factors(node))
         union = self.builder.order((*a.axes, *b.axes))
-        return f"({self.operand(a, union)} * {self.operand(b, union)}).sum({_dims(union, over)})"
+        return self.reduced(f"({self.operand(a, union)} * {self.operand(b, union)})", union, node)
+
+    def _product(self, node: Node, left: str, right: str) -> str:
+        batched = self.scanning and all(map(self.is_tile, node.args))
+        return f"torch.bmm({strip(left)}, {strip(right)})" if batched else f"({left} @ {right})"
 
 
 class ScanPrinter(TorchPrinter):
-    """Prints the loop over units; what was found for all at once is at hand by unit, its axes where they are wanted."""
+    """Prints the loop over units, batch and heads one axis there, as a product of batches takes them; what was found
+    for all at once is at hand by unit, its axes where they are wanted. All values are matrices, at least: tokens and
+    numbers of one column, other vectors of one row, so that they stand beside each other as they are."""
 
     scanning = True
 
@@ -200,17 +229,62 @@ class ScanPrinter(TorchPrinter):
             elif not self.is_tile(node):
                 self.text[node] = outer.text[node]
             else:
-                self.text[node] = self._of_unit(node, outer.text[node])
+                self.text[node] = self._of_unit(node, self.held(outer.text[node], node.axes))
+
+    def layout(self, axes: Axes) -> Axes:
+        match axes:
+            case ():
+                return ("", "")
+            case ("t",):
+                return ("t", "")
+            case (x,):
+                return ("", x)
+        return axes
+
+    def held(self, text: str, axes: Axes) -> str:
+        """A tensor with just these axes as the loop holds it."""
+        return aligned(text, axes, self.layout(axes))
+
+    def bare(self, text: str, axes: Axes) -> str:
+        """A tensor with just these axes, from the one that the loop holds."""
+        index = ", ".join(":" if x else "0" for x in self.layout(axes))
+        return text if "" not in self.layout(axes) else f"{text}[..., {index}]"
 
     def operand(self, node: Node, target: Axes) -> str:
-        if node in self.outer.text and self.is_tile(node) and node.role != "fresh":
-            return self._of_unit(node, aligned(self.outer.text[node], node.axes, target))
-        return super().operand(node, target)
+        if not self.is_tile(node):
+            return self.text[node]
+        wanted = self.layout(target)
+        if not set(node.axes) <= set(wanted):
+            return self.text[node]
+        if node in self.outer.text and node.role != "fresh":
+            return self._of_unit(node, aligned(self.outer.text[node], node.axes, wanted))
+        if len(wanted) > 2:
+            return aligned(self.bare(self.text[node], node.axes), node.axes, wanted)
+        turned = len(node.axes) == 1 and self.layout(node.axes)[::-1].index(node.axes[0]) == wanted.index(node.axes[0])
+        return f"{self.text[node]}.mT" if turned else self.text[node]
+
+    def reduced(self, text: str, axes: Axes, node: Node) -> str:
+        if len(axes) > 2:
+            return self.held(super().reduced(text, axes, node), node.axes)
+        held, left = self.layout(axes), self.layout(node.axes)
+        dims = _dims(held, node.reduced)
+        turned = ".mT" if any(x and held.index(x) != left.index(x) for x in left) else ""
+        return f"{text}.{'amax' if node.op == 'amax' else 'sum'}({dims}, keepdim=True){turned}"
+
+    def _times_vector(self, node: Node) -> str:
+        vector, matrix = sorted(node.args, key=lambda n: len(n.axes))
+        (k,), column = node.reduced, node.axes == ("t",)
+        first = f"{self.text[matrix]}{'.mT' if (matrix.axes[-1] == k) != column else ''}"
+        second = f"{self.text[vector]}{'.mT' if (k == 't') != column else ''}"
+        return self._product(node, *((first, second) if column else (second, first)))
 
     def before(self, loop: Iterable[str]) -> list[str]:
         """The lines that make what a loop takes by unit."""
         used = {word for line in loop for word in re.findall(r"\w+", line)}
-        return [f"{name} = {text}.unbind(2)" for text, name in self.lists.items() if name in used]
+        return [f"{name} = _by_unit({text}, unit.heads)" for text, name in self.lists.items() if name in used]
+
+    def is_bmm(self, node: Node) -> bool:
+        return node.op == "contract" and is_matrix_product(node) and len(node.axes) == 2
 
     def _of_unit(self, node: Node, text: str) -> str:
         if text not in self.lists:
