@@ -211,7 +211,7 @@ def reachable(
             seen[node] = None
         else:
             stack.append((node, True))
-            stack.extend((a, False) for a in reversed(operands(node)))
+            stack.extend([(a, False) for a in reversed(operands(node)) if a not in seen])
     return list(seen)
 
 

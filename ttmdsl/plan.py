@@ -16,6 +16,7 @@ Does not choose tile sizes or warps: that is the launch's business (codegen/trit
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -168,10 +169,34 @@ def _is_product(node: Node) -> bool:
     return node.op == "contract" and len(node.axes) == 2
 
 
-def _dots(roots: Iterable[Node], given: Iterable[Node]) -> int:
-    """How many products of tiles a slice holds."""
-    known = set(given)
-    return sum(_is_product(n) for n in reachable(roots, known) if n not in known)
+def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
+    """How many products of tiles the roots need no more once they are given a value: its own, and those that they need
+    by way of it alone (its dominator tree)."""
+    roots, known = set(roots), set(given)
+    order = reachable(roots, known)
+    users: dict[Node, list[Node]] = {}
+    for n in order:
+        for a in () if n in known else n.args:
+            users.setdefault(a, []).append(n)
+    above: dict[Node, Node | None] = {}
+    depth: dict[Node | None, int] = {None: 0}
+    for n in reversed(order):
+        common: Node | None = None if n in roots else users[n][0]
+        for other in () if n in roots else users[n][1:]:
+            x: Node | None = other
+            while common is not x:
+                if common is None or x is None:
+                    common = x = None
+                elif depth[common] >= depth[x]:
+                    common = above[common]
+                else:
+                    x = above[x]
+        above[n], depth[n] = common, depth[common] + 1
+    spared: Counter[Node | None] = Counter()
+    for n in order:
+        spared[n] += n not in known and _is_product(n)
+        spared[above[n]] += spared[n]
+    return {n: spared[n] for n in order}
 
 
 def _cuts(
@@ -184,19 +209,18 @@ def _cuts(
 ) -> tuple[Node, ...]:
     """Values that a scan saves, one per token, that would cost later kernels `least` products or more."""
     later = list(later)
-    needed = set(reachable(later, set(given)))
     found: tuple[Node, ...] = ()
     while len(found) < MOST_CUTS:
         have = (*given, *found)
+        spared = _spared(later, have)
         candidates = [
             n
             for n in reachable(roots, set(have))
-            if n in needed and n in chained and n not in have and n.op not in ("leaf", "rename", "expand")
+            if n in spared and n in chained and n not in have and n.op not in ("leaf", "rename", "expand")
             if len(n.axes) == 2 and n.axes[0] == "t" and n.axes[1] not in TOKEN_AXES
         ]
-        total = _dots(later, have)
-        best = max(candidates, key=lambda n: total - _dots(later, (*have, n)), default=None)
-        if best is None or total - _dots(later, (*have, best)) < least:
+        best = max(candidates, key=spared.__getitem__, default=None)
+        if best is None or spared[best] < least:
             break
         found += (best,)
     return found
@@ -257,11 +281,12 @@ def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...]
     if gates and vectors:
         divisions += [[gates, *split(program, vectors, n)] for n in (1, 2)]
 
-    def price(division: list[list[str]]) -> float:
-        kernels = (Kernel("", "map", program, outputs=tuple((k, gradients[k]) for k in share)) for share in division)
-        return sum(cost(kernel.giving(saved), weight) for kernel in kernels)
+    @functools.cache
+    def price(*share: str) -> float:
+        kernel = Kernel("", "map", program, outputs=tuple((k, gradients[k]) for k in share))
+        return cost(kernel.giving(saved), weight)
 
-    return min(divisions, key=price)
+    return min(divisions, key=lambda division: sum(price(*sorted(share)) for share in division))
 
 
 def split(program: Program, gradients: dict[str, Node], groups: int) -> list[list[str]]:

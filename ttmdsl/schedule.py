@@ -96,11 +96,10 @@ def _greedy(nodes: list[Node], roots: list[Node], operands: Operands, weight: We
     place = {n: i for i, n in enumerate(nodes)}
     ready = [n for n in nodes if not waiting[n]]
     order: list[Node] = []
+    freeable = {n: [(a, c, weight(a)) for a, c in Counter(operands(n)).items() if a in inside - kept] for n in nodes}
 
     def cost(n: Node) -> tuple[float, int]:
-        arguments = Counter(operands(n))
-        freed = sum(weight(a) for a, c in arguments.items() if left[a] == c and a in inside and a not in kept)
-        return weight(n) - freed, place[n]
+        return weight(n) - sum(w for a, c, w in freeable[n] if left[a] == c), place[n]
 
     while ready:
         node = min(ready, key=cost)

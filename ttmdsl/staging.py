@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
 ROOM = 7.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
-LIMITS = (12.0, 9.0, ROOM)  # what each of several kernels may have
+LIMITS = (12.0, ROOM)  # what each of several kernels may have
 LAUNCH = 4.0  # what a kernel costs, in products, or loads, of a tile
 SPILL, CROWD = 6.0, 0.2  # and a tile that finds no room; more where they are many, and leave the caches
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
@@ -30,10 +30,7 @@ def staged(kernel: Kernel, weight: Weight) -> list[Kernel]:
     order = best_order(computed(kernel), [], operands, weight)
     if peak_of_loads(order, weight) <= ROOM:
         return [kernel]
-    ways = [[kernel]]
-    for limit in LIMITS:
-        segments = _segments(order, weight, limit)
-        ways += [_cut(kernel, segments, most) for most in (1, len(order))]
+    ways = [[kernel], *(_cut(kernel, _segments(order, weight, limit)) for limit in LIMITS)]
     return min(ways, key=lambda parts: sum(cost(part, weight) for part in parts))
 
 
@@ -57,12 +54,12 @@ def computed(kernel: Kernel) -> list[Node]:
     return [n for n in kernel.nodes() if n not in given and not is_input(n) and len(n.axes) <= 2]
 
 
-def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]], most: int) -> list[Kernel]:
-    """The kernel as several, each of which computes one segment; what follows from `most` tiles is computed again."""
+def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
+    """The kernel as several, each of which computes one segment."""
     place = {n: i for i, segment in enumerate(segments) for n in segment}
     crossing: dict[Node, None] = {}
     for n in place:
-        for a in (s for x in operands(n) for s in _sources(x, most)):
+        for a in (s for x in operands(n) for s in _sources(x)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
     result: list[Kernel] = []
@@ -86,16 +83,15 @@ def operands(node: Node) -> tuple[Node, ...]:
     return tuple(x for a in node.args for x in (a.args if len(a.axes) > 2 else (a,)))
 
 
-def _sources(node: Node, most: int) -> list[Node]:
-    """What a value follows from by work on single elements: no more tiles than `most`, and vectors; else the value."""
+def _sources(node: Node) -> list[Node]:
+    """The products, sums and vectors that a value follows from by work on single elements, which is done again."""
     sources, stack, known = [], [node], set()
     while stack:
         n = stack.pop()
         if n in known or is_input(n):
             continue
         known.add(n)
-        tiles = [a for a in n.args if len(a.axes) == 2 and not is_input(a)]
-        if len(n.axes) != 2 or n.op in _ACROSS or len(tiles) > most:
+        if len(n.axes) != 2 or n.op in _ACROSS:
             sources.append(n)
         else:
             stack.extend(n.args)
