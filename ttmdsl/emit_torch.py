@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ttmdsl.collect import collect
-from ttmdsl.ir import TOKEN_AXES, Node, Program, Role, constant, depends_on, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, Role, constant, depends_on, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.print_torch import DECAYED, LOCALS, NORMS, ScanPrinter, TorchPrinter
+from ttmdsl.print_torch import LOCALS, NORMS, ScanPrinter, TorchPrinter
 from ttmdsl.printer import Names, strip, under
 from ttmdsl.spec import LayerSpec
 from ttmdsl.state import state_shapes

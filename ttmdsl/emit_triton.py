@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import TOKEN_AXES, Axes, Node, Program, base_dim, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, reachable
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
@@ -46,7 +46,6 @@ LOCALS = frozenset(
 )
 
 
-DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
 
 
@@ -105,7 +104,7 @@ class KernelWriter:
         present = {base_dim(x) for n in nodes for x in n.axes}
         text.dims = [d for d in spec.dims if d in present or self._sized(nodes, d)]
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
-        text.uses = {str(n.attr[0]) for n in nodes if n.op in ("mask", "decay_dot", "decay_mix", "decay_mix_t")}
+        text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"}}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
         text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, reachable
 from ttmdsl.lower import Form
 from ttmdsl.schedule import Weight
 from ttmdsl.staging import cost, staged
@@ -30,7 +30,7 @@ from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
-DEAR = frozenset({"tri_inv", "decay_dot", "decay_mix", "decay_mix_t"})
+DEAR = DECAYED | {"tri_inv"}
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterable
 
 from ttmdsl.collect import is_matrix_product
-from ttmdsl.ir import TOKEN_AXES, Axes, Node, constant
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, constant
 from ttmdsl.printer import Printer, strip
 
-DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
 NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
 UNARY = frozenset({"exp2", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "abs", "sign"})
 CONSTANTS = {math.log2(math.e): "LOG2E", math.log(2.0): "LN2"}

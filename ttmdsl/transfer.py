@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Node, Program, base_dim, depends_on, is_zero, reachable
+from ttmdsl.ir import DECAYED, Node, Program, base_dim, depends_on, is_zero, reachable
 
 # on what depends on the state: operations that are linear in it
 _LINEAR = frozenset({"add", "neg", "sum", "expand", "rename", "cumsum", "leaf"})
 _BILINEAR = frozenset({"mul", "contract"})
-_DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def _along(b: Builder, leaf: Node, end: Node, free: str) -> Transfer | None:
     for n in tainted:
         held = [a for a in n.args if a in tainted]
         linear = n.op in _LINEAR or (n.op in _BILINEAR and len(held) == 1)
-        linear |= n.op in _DECAYED and len(held) == 1 and not set(n.args[2:]) & tainted
+        linear |= n.op in DECAYED and len(held) == 1 and not set(n.args[2:]) & tainted
         linear |= n.op == "select" and n.args[0] not in tainted
         linear |= n.op == "mask" and n.attr[1] == 0
         if not linear:
