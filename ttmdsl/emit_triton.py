@@ -142,15 +142,12 @@ class KernelWriter:
 
     def load_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, when: str = "") -> str:
         """Text that loads a state from the array of starts, units or ends; zero unless `when`."""
-        return load_block(self._state(kind, prefix, name), base, axes, self.states[name], when)
+        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
+        return load_block(pointer, base, axes, self.states[name], when)
 
     def store_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, value: str) -> str:
-        return store_block(self._state(kind, prefix, name), base, axes, self.states[name], value)
-
-    def _state(self, kind: str, prefix: str, name: str) -> str:
-        """The pointer to a state's array: float32, but of every chunk's start in the dtype that products take."""
-        dtype = "input" if kind == "units" and self.unit == "chunk" else "float32"
-        return self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', dtype)
+        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
+        return store_block(pointer, base, axes, self.states[name], value)
 
     def saved(self, node: Node, kernel: Kernel) -> str:
         """The pointer to where a value is saved."""
@@ -286,9 +283,9 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
     printer = _printer(kernel.program, spec, weight)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
     leaves = kernel.leaves()
-    large = [leaf for leaf in leaves if len(leaf.axes) > 1]
-    printer.loads |= {leaf: writer.loaded(leaf) for leaf in large}
-    text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in large) for line in lines]
+    tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
+    printer.loads |= {leaf: writer.loaded(leaf) for leaf in tensors}
+    text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in tensors) for line in lines]
     text.body += writer.given(kernel)
     # loads are begun before all else, so that none is waited for alone; where that takes too much room, when first used
     loaded = [n for n in kernel.nodes() if n in printer.loads]

@@ -62,6 +62,9 @@ class TritonPrinter(Printer):
             return f"d_{node.name}" if node.role in ("cot", "cocarry") else node.name
         return super().wish(node)
 
+    def known(self, node: Node) -> bool:
+        return node in self.loads or super().known(node)
+
     def raw(self, node: Node) -> bool:
         """Whether a value still has the dtype it was loaded in, as products of tiles want it."""
         while node.op == "rename":

@@ -79,9 +79,13 @@ class Printer(ABC):
         if node.op == "add":
             a, b = node.args
             for x, y in ((a, b), (b, a)):
-                if y.op == "neg" and (y.args[0] in self.text or y not in self.text):
+                if y.op == "neg" and (self.known(y.args[0]) or not self.known(y)):
                     return x, y.args[0]
         return node.args
+
+    def known(self, node: Node) -> bool:
+        """Whether a value need not be computed."""
+        return node in self.text
 
     def negates(self, node: Node) -> bool:
         """Whether a sum is the difference of its operands."""
