@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeAlias
 
-from ttmdsl.ir import ELEMENTWISE, TOKEN_AXES, Program, base_dim
+from ttmdsl.ir import DECAYED, ELEMENTWISE, TOKEN_AXES, Program, base_dim
 from ttmdsl.kernel_form import KernelForm, LoweredKernel
 from ttmdsl.lower import Lowered
 from ttmdsl.spec import LayerSpec
@@ -19,7 +19,7 @@ from ttmdsl.state import POSITION, state_shapes
 Monomial: TypeAlias = tuple[str, ...]  # factors in order, a dim or C, the tokens of a chunk; T, the tokens so far
 Polynomial: TypeAlias = Counter[Monomial]
 
-_TRIANGULAR = frozenset({"decay_dot", "decay_mix", "decay_mix_t", "norm_scan", "norm_adjoint"})
+_TRIANGULAR = DECAYED | {"norm_scan", "norm_adjoint"}
 
 
 def per_token(spec: LayerSpec, lowered: Lowered | LoweredKernel) -> list[str]:

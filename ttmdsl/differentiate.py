@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import TOKEN_AXES, Node, Program, depends_on, factors, reachable
+from ttmdsl.ir import TOKEN_AXES, Node, Program, addends, depends_on, factors, is_product, reachable
 
 Contribution: TypeAlias = tuple[Node, Node]
 Rule: TypeAlias = Callable[[Builder, Node, Node], Iterator[Contribution]]
@@ -98,37 +98,24 @@ def _cumsum(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
 def _tri_inv(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     # Y = (I - N)^-1 gives dN = Y^T dY Y^T; of what Y is multiplied with, dY = u v^T, (Y^T u) (Y v)^T: both are known
     rest, result = b.zero(n.axes), b.zero(n.axes)
-    for term in _terms(b, d):
+    for sign, (term,) in addends(d, lambda x: x.op not in ("add", "neg")):
         outer = _outer(b, term)
         if outer is None:
-            rest = b.add(rest, term)
+            rest = b.add(rest, b.mul(b.const(sign), term))
         else:
             u, v, over = outer
             left, right = b.contract(n, u, {"t"}), b.contract(n, v, {"s"})
-            result = b.add(result, b.contract(b.rename(left, "s", "t"), b.rename(right, "t", "s"), {over}))
+            product = b.contract(b.rename(left, "s", "t"), b.rename(right, "t", "s"), {over})
+            result = b.add(result, b.mul(b.const(sign), product))
     left = b.contract(b.rename(n, "s", "u"), rest, {"t"})  # [row u, s] = sum_t Y[t, u] dY[t, s]
     both = b.contract(left, n, {"s"})  # [row u, column t] = sum_s left[u, s] Y[t, s]
     yield n.args[0], b.mask(b.add(result, b.rename(b.rename(both, "t", "s"), "u", "t")), "strict")
 
 
-def _terms(b: Builder, d: Node) -> Iterator[Node]:
-    """The terms of a sum, their signs with them."""
-    if d.op == "add":
-        for x in d.args:
-            yield from _terms(b, x)
-    elif d.op == "neg":
-        yield from (b.neg(x) for x in _terms(b, d.args[0]))
-    else:
-        yield d
-
-
 def _outer(b: Builder, d: Node) -> tuple[Node, Node, str] | None:
     """u [t, x], v [s, x] and x of a sum over x of their products, one number per token apart; None of anything else."""
-    if d.op == "neg":
-        found = _outer(b, d.args[0])
-        return found and (b.neg(found[0]), *found[1:])
     parts = factors(d)
-    products = [f for f in parts if f.op == "contract" and len(f.axes) == 2]
+    products = [f for f in parts if is_product(f)]
     scales = [f for f in parts if f not in products]
     if len(products) != 1 or len(products[0].reduced) != 1 or any(len(f.axes) > 1 for f in scales):
         return None

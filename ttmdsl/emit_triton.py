@@ -33,7 +33,7 @@ from ttmdsl.print_triton import (
 from ttmdsl.printer import Names
 from ttmdsl.schedule import Weight, best_order, peak, weights
 from ttmdsl.spec import LayerSpec
-from ttmdsl.staging import LIMITS
+from ttmdsl.staging import MOST
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
 from ttmdsl.transfer import Transfer
@@ -46,6 +46,7 @@ LOCALS = frozenset(
 )
 
 
+FULL = weights(64)  # in a loop, tiles of few tokens lie as the states do that they meet: on all warps
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
 
 
@@ -230,11 +231,11 @@ def _printer(program: Program, spec: LayerSpec, weight: Weight) -> TritonPrinter
     return TritonPrinter(program.builder, Names(taken), program.unit, weight)
 
 
-def write_scan(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
+def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     """The text of a scan kernel: a walk over the units of one sequence and head."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
     text.signature = _signature(kernel, text.way)
-    printer = _printer(kernel.program, spec, weight)
+    printer = _printer(kernel.program, spec, FULL)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
     role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
@@ -261,7 +262,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
             printer.text[leaf] = printer.names.get(leaf.name)
             loads.append(f"{printer.text[leaf]} = {writer.load_state('units', '', leaf.name, leaf.axes, 'u * H + h')}")
     text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=True))]
-    text.alive = round(printer.alive + sum(map(weight, carried.values())), 1)
+    text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
     for name, value in results.items():
         if name not in variables:  # no unit reads it: what the last unit hands on is the end
             store = writer.store_state(target, prefix, name, value.axes, "n * H + h", printer.sanitized(value))
@@ -291,23 +292,23 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
     loaded = [n for n in kernel.nodes() if n in printer.loads]
     rest = best_order([n for n in kernel.nodes() if n not in printer.loads], [], printer.operands, weight)
     ahead = peak([*loaded, *rest], (), printer.operands, weight)
-    text.body += printer.emit(loaded) if ahead <= LIMITS[0] else []
+    text.body += printer.emit(loaded) if ahead <= MOST else []
     text.body += printer.emit(kernel.roots, writer.stores(kernel, keep=False))
-    text.alive = round(ahead if ahead <= LIMITS[0] else printer.alive, 1)
+    text.alive = round(ahead if ahead <= MOST else printer.alive, 1)
     return text
 
 
-def write_token_backward(spec: LayerSpec, form: Form, name: str, weight: Weight) -> KernelText:
+def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
     text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
     forward, backward = carries(form.forward), form.backward.outputs
     roots = list(backward.values())
     text.signature = signature("token reverse", [*roots, *forward.values()])
-    printer = _printer(form.backward, spec, weight)
+    printer = _printer(form.backward, spec, FULL)
     nodes = reachable([*roots, *forward.values()])
     writer = KernelWriter(spec, text, nodes, "token", printer)
     # the states of a segment once more: forward values have names of their own, as they belong to another loop
-    replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit, weight)
+    replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit, FULL)
     replayer = KernelWriter(spec, text, nodes, "token", replay)
     before, loads = replayer.inputs(n for n in reachable(forward.values()) if n.op == "leaf")
     states = {n.name: n for n in form.forward.leaves() if n.role == "carry"}
@@ -335,7 +336,7 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str, weight: Weight)
         variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
         text.before.append(f"{variables[key]} = {writer.load_state('end', 'd_', key, leaf.axes, 'n * H + h')}")
     text.body += printer.emit(roots)
-    text.alive = round(max(printer.alive, replay.alive) + sum(map(weight, forward.values())), 1)
+    text.alive = round(max(printer.alive, replay.alive) + sum(map(FULL, forward.values())), 1)
     params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
     for key, value in backward.items():
         if key.startswith("carry:"):
@@ -429,25 +430,23 @@ def _forms(lowered: Lowered) -> dict[str, Form]:
 def write_forms(lowered: Lowered) -> list[FormTexts]:
     """All kernels of a layer: the chunk forms where there are any, last the sequential form."""
     spec = lowered.rule.spec
-    texts = []
     tokens = unit_tokens(lowered)
     weight = weights(max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens)
-    full = weights(64)  # in a loop, tiles of few tokens lie as the states do that they meet: on all warps
     *chunks, (_, last) = _forms(lowered).items()
-    texts = [_form_texts(spec, plan(name, form, weight), weight, full) for name, form in chunks]
+    texts = [_form_texts(spec, plan(name, form, weight), weight) for name, form in chunks]
     token = token_kernel(last)
-    backward = write_token_backward(spec, last, "_token_backward_kernel", full)
+    backward = write_token_backward(spec, last, "_token_backward_kernel")
     carried = [k for k, _ in token.carried]
-    scan = write_scan(spec, token, full)
+    scan = write_scan(spec, token)
     texts.append(FormTexts("token", (scan,), (backward,), list(token.keeps), [], carried))
     return texts
 
 
-def _form_texts(spec: LayerSpec, p: Plan, weight: Weight, full: Weight) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
     b = p.forward[0].program.builder
 
     def write(k: Kernel) -> KernelText:
-        return write_scan(spec, k, full) if k.kind == "scan" else write_map(spec, k, weight)
+        return write_scan(spec, k) if k.kind == "scan" else write_map(spec, k, weight)
 
     scans = [next(k for k in kernels if k.kind == "scan") for kernels in (p.forward, p.backward)]
     return FormTexts(

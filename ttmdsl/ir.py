@@ -134,6 +134,11 @@ def factors(node: Node) -> list[Node]:
     return [node]
 
 
+def is_product(node: Node) -> bool:
+    """Whether a value is a product of two tiles."""
+    return node.op == "contract" and len(node.axes) == 2
+
+
 def addends(node: Node, whole: Callable[[Node], bool]) -> Iterator[tuple[float, list[Node]]]:
     """The node as a sum of products (number, factors), multiplied out over sums except where `whole` holds."""
     if node.op != "const" and whole(node):

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, is_product, reachable
 from ttmdsl.lower import Form
 from ttmdsl.schedule import Weight
 from ttmdsl.staging import cost, staged
@@ -164,11 +164,6 @@ def tied(program: Program, role: str) -> set[Node]:
     return depends_on(program.outputs.values(), [n for n in program.leaves() if n.role == role])
 
 
-def _is_product(node: Node) -> bool:
-    """Whether a value is a product of two tiles."""
-    return node.op == "contract" and len(node.axes) == 2
-
-
 def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
     """How many products of tiles the roots need no more once they are given a value: its own, and those that they need
     by way of it alone (its dominator tree)."""
@@ -194,7 +189,7 @@ def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
         above[n], depth[n] = common, depth[common] + 1
     spared: Counter[Node | None] = Counter()
     for n in order:
-        spared[n] += n not in known and _is_product(n)
+        spared[n] += n not in known and is_product(n)
         spared[above[n]] += spared[n]
     return {n: spared[n] for n in order}
 
@@ -251,7 +246,7 @@ def _sources(node: Node, given: tuple[Node, ...]) -> tuple[Node, ...]:
         n = stack.pop()
         if n in known:
             continue
-        if n.op in DEAR or _is_product(n):
+        if n.op in DEAR or is_product(n):
             found[n] = None
         else:
             stack.extend(n.args)

@@ -11,15 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from ttmdsl.ir import TOKEN_AXES, Node
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node
 
 Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
 
 # tiles that an operation needs beside its operands and its result, as ahead-of-time compilation shows them
-WORKING = {
-    "decay_dot": 3.0, "decay_mix": 3.0, "decay_mix_t": 3.0, "tri_inv": 2.0, "norm_scan": 4.0, "norm_adjoint": 6.0,
-}  # fmt: skip
+WORKING = {**dict.fromkeys(DECAYED, 3.0), "tri_inv": 2.0, "norm_scan": 4.0, "norm_adjoint": 6.0}
 
 
 def weights(tokens: int) -> Weight:

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ttmdsl.ir import Node, constant
+from ttmdsl.ir import Node, constant, is_product
 from ttmdsl.schedule import WORKING, Weight, best_order, peak
 
 if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
-ROOM = 7.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
-LIMITS = (12.0, ROOM)  # what each of several kernels may have
+ROOM = 7.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take;
+MOST = 12.0  # and eight warps
 LAUNCH = 4.0  # what a kernel costs, in products, or loads, of a tile
 SPILL, CROWD = 6.0, 0.2  # and a tile that finds no room; more where they are many, and leave the caches
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
@@ -30,7 +30,7 @@ def staged(kernel: Kernel, weight: Weight) -> list[Kernel]:
     order = best_order(computed(kernel), [], operands, weight)
     if peak_of_loads(order, weight) <= ROOM:
         return [kernel]
-    ways = [[kernel], *(_cut(kernel, _segments(order, weight, limit)) for limit in LIMITS)]
+    ways = [[kernel], *(_cut(kernel, _segments(order, weight, limit)) for limit in (MOST, ROOM))]
     return min(ways, key=lambda parts: sum(cost(part, weight) for part in parts))
 
 
@@ -43,7 +43,7 @@ def cost(kernel: Kernel, weight: Weight) -> float:
     tiles = [n for n in dict.fromkeys(a for n in order for a in operands(n)) if len(n.axes) == 2]
     loads = sum(2.0 if n in kernel.exact else 1.0 for n in tiles if n.op == "leaf" or n in kernel.given)
     stores = sum(3.0 if n in kernel.exact else 1.0 for n in kernel.saves if len(n.axes) == 2)
-    products = sum(n.op == "contract" and len(n.axes) == 2 for n in order)
+    products = sum(map(is_product, order))
     over = max(0.0, peak_of_loads(order, weight) - ROOM)
     return LAUNCH + products + loads + stores + over * (SPILL + CROWD * over)
 

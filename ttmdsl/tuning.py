@@ -199,7 +199,7 @@ def signature(kind: str, roots: Iterable[Node], given: Iterable[Node] = ()) -> s
 
     `kind` says how it runs, `given` are the values that it loads. Dims and tensors count by their order of appearance.
     """
-    from ttmdsl.ir import reachable
+    from ttmdsl.ir import is_product, reachable
 
     roots, known = list(roots), set(given)
     nodes = reachable(roots, known)
@@ -218,7 +218,7 @@ def signature(kind: str, roots: Iterable[Node], given: Iterable[Node] = ()) -> s
             text = (node.op, axes, attr, [place[a] for a in node.args])
         digest.update(repr(text).encode())
     digest.update(repr([place[r] for r in roots]).encode())
-    products = sum(n.op == "contract" and len(n.axes) == 2 for n in nodes if n not in known)
+    products = sum(is_product(n) for n in nodes if n not in known)
     return f"{kind} {products} products {digest.hexdigest()[:12]}"
 
 
