@@ -71,6 +71,8 @@ PARTS = (
     Part("titans", ["titans:b=64"], (FIRST, LARGE), (), ("ttmdsl triton", "ttmdsl Layer", "titans-pytorch")),
     Part("lengths", ["mamba2", "gated_delta_net"], LENGTHS, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     # times of a shape of their own, so that they are no rows of the other parts
+    # where the time goes, kernel by kernel: asked for by name, into a file of its own
+    Part("kernels", [*PEERED, *OWN], (FIRST, LARGE), ["--no-peers", "--no-check", "--no-step", "--kernels"]),
     Part("cold", ["mamba2", "gated_delta_net", "titans_linear:b=64"], ((8, 2048, 16, 128),), ["--no-peers", "--cold"]),
 )
 
@@ -262,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--seconds", type=float, default=560)
-    parser.add_argument("--only", default=",".join(part.name for part in PARTS))
+    parser.add_argument("--only", default=",".join(part.name for part in PARTS if part.name != "kernels"))
     parser.add_argument("--layers", default="", help="of these parts, those layers alone")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--archive", type=Path)
