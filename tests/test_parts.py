@@ -149,9 +149,9 @@ def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[in
         ("gated_delta_net", (64 * 5 + 9,), True),
         ("gated_delta_net", (64 * 4, 64 * 3 + 1, 0, 70), True),
         ("mamba2", (64 * 4,), False),
-        ("gla", (32 * 4 + 3, 32 * 3), True),
-        ("gsa", (32 * 3 + 1,), True),
-        ("rwkv7", (32 * 3 + 5,), True),
+        ("gla", (64 * 4 + 3, 64 * 3), True),
+        ("gsa", (64 * 3 + 1,), True),
+        ("rwkv7", (64 * 3 + 5,), True),
     ],
 )
 def test_parts_are_the_whole(

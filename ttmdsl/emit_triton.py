@@ -19,7 +19,7 @@ from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, reacha
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Kernel, Kind, Plan, carries, plan
+from ttmdsl.plan import Division, Kernel, Kind, Plan, carries, plan
 from ttmdsl.print_triton import (
     TritonPrinter,
     load_block,
@@ -31,9 +31,9 @@ from ttmdsl.print_triton import (
     store_token,
 )
 from ttmdsl.printer import Names
-from ttmdsl.schedule import Weight, best_order, peak, weights
+from ttmdsl.schedule import Weight, peak, weights
 from ttmdsl.spec import LayerSpec
-from ttmdsl.staging import MOST
+from ttmdsl.staging import ROOM, ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
 from ttmdsl.transfer import Transfer
@@ -290,11 +290,12 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
     text.body += writer.given(kernel)
     # loads are begun before all else, so that none is waited for alone; where that takes too much room, when first used
     loaded = [n for n in kernel.nodes() if n in printer.loads]
-    rest = best_order([n for n in kernel.nodes() if n not in printer.loads], [], printer.operands, weight)
+    rest = ordered(kernel, weight)
+    printer.place = {n: i for i, n in enumerate(rest)}
     ahead = peak([*loaded, *rest], (), printer.operands, weight)
-    text.body += printer.emit(loaded) if ahead <= MOST else []
+    text.body += printer.emit(loaded) if ahead <= ROOM + 1 else []
     text.body += printer.emit(kernel.roots, writer.stores(kernel, keep=False))
-    text.alive = round(ahead if ahead <= MOST else printer.alive, 1)
+    text.alive = round(ahead if ahead <= ROOM + 1 else printer.alive, 1)
     return text
 
 
@@ -416,15 +417,18 @@ class FormTexts:
 def unit_tokens(lowered: Lowered) -> int:
     """The most tokens of a chunk that its tiles leave room for."""
     programs = [p for f in _forms(lowered).values() for p in (f.forward, f.backward)]
-    ops = {n.op for p in programs for n in p.nodes()}
     # tiles that a chunk holds at once: with many, as a window's keys and values, shorter ones leave room for all
     vectors = max(sum(n.role == "token" and len(n.axes) > 1 for n in p.leaves()) for p in programs[::2])
-    return 16 if "norm_scan" in ops else 32 if ops & DECAYED or vectors > 6 else 64
+    return 32 if vectors > 6 else 64
 
 
 def _forms(lowered: Lowered) -> dict[str, Form]:
-    found = {"chunk": lowered.chunk, "resumed": lowered.resumed, "token": lowered.token}
-    return {name: form for name, form in found.items() if form is not None}
+    found = {"token": lowered.token}
+    for name, form in (("resumed", lowered.resumed), ("chunk", lowered.chunk)):
+        # a chunk form that walks over its tokens, too, takes longer than the sequential one (benchmarks/NOTES.md)
+        if form is not None and all(n.op != "norm_scan" for n in form.forward.nodes()):
+            found[name] = form
+    return dict(reversed(found.items()))
 
 
 def write_forms(lowered: Lowered) -> list[FormTexts]:
@@ -433,7 +437,12 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     tokens = unit_tokens(lowered)
     weight = weights(max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens)
     *chunks, (_, last) = _forms(lowered).items()
-    texts = [_form_texts(spec, plan(name, form, weight), weight) for name, form in chunks]
+    texts: list[FormTexts] = []
+    division: Division = ()
+    for name, form in chunks:
+        found = plan(name, form, weight, division)
+        division = found.division
+        texts.append(_form_texts(spec, found, weight))
     token = token_kernel(last)
     backward = write_token_backward(spec, last, "_token_backward_kernel")
     carried = [k for k, _ in token.carried]

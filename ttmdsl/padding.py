@@ -74,7 +74,7 @@ def singular(node: Node) -> bool:
     """Whether a function may be infinite, or no number, at 0, where padding often is."""
     if node.op == "pow":
         return float(node.attr[0]) < 0
-    return node.op in ("recip", "rsqrt", "log2", "norm_scan", "norm_adjoint")
+    return node.op in ("recip", "rsqrt", "log2")
 
 
 def _worst(kinds: list[Padding]) -> Padding:

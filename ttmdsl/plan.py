@@ -17,18 +17,20 @@ Does not choose tile sizes or warps: that is the launch's business (codegen/trit
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, is_product, reachable
 from ttmdsl.lower import Form
 from ttmdsl.schedule import Weight
-from ttmdsl.staging import cost, staged
+from ttmdsl.staging import staged
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
+Division = Sequence[Sequence[str]]
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
 DEAR = DECAYED | {"tri_inv"}
 
@@ -88,12 +90,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of one form, in the order in which they run; `saved` pass from forward to backward kernels."""
+    """The kernels of one form, in the order in which they run; `division` says which gradients share kernels."""
 
     name: str
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     parts: Parts | None = None
+    division: Division = ()
 
     def kernels(self) -> tuple[Kernel, ...]:
         return self.forward + self.backward + (self.parts.kernels() if self.parts else ())
@@ -116,8 +119,9 @@ def carries(program: Program) -> dict[str, Node]:
     return {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
 
 
-def plan(name: str, form: Form, weight: Weight) -> Plan:
-    """The kernels of a chunk form; `weight` is what its values weigh in registers."""
+def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan:
+    """The kernels of a chunk form; `weight` is what its values weigh in registers. `division`: which gradients share
+    kernels, where a form with the same ones has said so."""
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
     gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
     kept = tuple(n.name for n in form.backward.leaves() if n.role == "carry")
@@ -138,13 +142,12 @@ def plan(name: str, form: Form, weight: Weight) -> Plan:
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
     backward = [_scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
     saved += cuts
-    for i, share in enumerate(shares(form.backward, gradients, saved, weight)):
-        outputs = tuple((k, gradients[k]) for k in share)
-        kernel = Kernel(f"_{name}_backward_{i + 1}_kernel", "map", form.backward, outputs=outputs)
-        backward += staged(kernel.giving(saved), weight)
+    division, shared = shares(form.backward, gradients, saved, weight, [division] if division else None)
+    for i, kernels in enumerate(shared):
+        backward += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in kernels]
     parts = _parts(name, form.forward, before.saves if before else ())
-    first, late = (staged(k, weight) if k else [] for k in (before, free))
-    return Plan(name, (*first, forward), (*late, *backward), parts)
+    first, late = (staged(k, weight)[1] if k else [] for k in (before, free))
+    return Plan(name, (*first, forward), (*late, *backward), parts, division)
 
 
 def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:
@@ -231,10 +234,17 @@ def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, giv
     uses = Counter(s for found in sources.values() for s in found)
     saves: dict[Node, None] = {}
     for n, found in sources.items():
+        if len(found) == 1 and not any(x in TOKEN_AXES for x in found[0].axes) and _of_inputs(found[0], given):
+            continue  # as large as a state: moving it takes longer than computing it
         # the products that a value needs are saved, unless it alone needs several of them
         alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
         saves.update(dict.fromkeys([n] if alone else found))
     return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
+
+
+def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
+    """Whether a value is a product of what follows from inputs alone."""
+    return is_product(node) and not any(_sources(a, given) for a in node.args)
 
 
 def _sources(node: Node, given: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -268,20 +278,36 @@ def _scan(
     return Kernel(f"{name}_kernel", "scan", program, reverse, *stored, blocked=blocked).giving(saved)
 
 
-def shares(program: Program, gradients: dict[str, Node], saved: tuple[Node, ...], weight: Weight) -> list[list[str]]:
-    """Which kernels share the gradients of the inputs: the cheapest of a few divisions."""
+def shares(
+    program: Program,
+    gradients: dict[str, Node],
+    saved: tuple[Node, ...],
+    weight: Weight,
+    divisions: Sequence[Division] | None = None,
+) -> tuple[Division, list[list[Kernel]]]:
+    """The kernels that share the inputs' gradients, by the cheapest of a few divisions; some shares take several."""
     gates = [k for k, v in gradients.items() if len(v.axes) < 2]
     vectors = {k: v for k, v in gradients.items() if k not in gates}
-    divisions = [split(program, gradients, n) for n in (1, 2, 3, 4)]
-    if gates and vectors:
-        divisions += [[gates, *split(program, vectors, n)] for n in (1, 2)]
+    if divisions is None:
+        divisions = [split(program, gradients, n) for n in (1, 2)]
+        if gates and vectors:
+            divisions += [[gates, *split(program, vectors, n)] for n in (1, 2)]
 
     @functools.cache
-    def price(*share: str) -> float:
-        kernel = Kernel("", "map", program, outputs=tuple((k, gradients[k]) for k in share))
-        return cost(kernel.giving(saved), weight)
+    def kernels(*share: str) -> tuple[float, list[Kernel]]:
+        kernel = Kernel("_kernel", "map", program, outputs=tuple((k, gradients[k]) for k in share))
+        return staged(kernel.giving(saved), weight)
 
-    return min(divisions, key=lambda division: sum(price(*sorted(share)) for share in division))
+    least, best = math.inf, divisions[0]
+    for division in divisions:
+        total = 0.0
+        for share in division:
+            total += kernels(*share)[0]
+            if total >= least:
+                break
+        else:
+            least, best = total, division
+    return best, [kernels(*share)[1] for share in best]
 
 
 def split(program: Program, gradients: dict[str, Node], groups: int) -> list[list[str]]:

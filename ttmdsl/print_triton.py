@@ -10,7 +10,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
-from ttmdsl.schedule import Weight, best_order, peak
+from ttmdsl.schedule import Weight, best_order, peak, with_loads
 
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
@@ -51,9 +51,13 @@ class TritonPrinter(Printer):
         self.alive = 0.0  # the most tiles alive at once, by weight
         self.loaded: set[Node] = set()  # values that an earlier kernel saved, in the inputs' dtype
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
+        self.place: dict[Node, int] = {}  # an order that may be the best
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
-        best = best_order(nodes, kept, self.operands, self.weight)
+        loaded = self.loads.__contains__
+        rest = sorted((n for n in nodes if not loaded(n)), key=lambda n: self.place.get(n, -1))
+        computed = best_order(rest, kept, self.operands, self.weight, loaded)
+        best = with_loads(computed, self.operands, loaded) if computed else nodes
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))
         return best
 
@@ -88,9 +92,6 @@ class TritonPrinter(Printer):
     def operands(self, node: Node) -> tuple[Node, ...]:
         if node in self.loads:
             return ()
-        if node.op == "norm_adjoint":
-            slopes, *others = node.args  # they hold the norms, too
-            return *slopes.args, others[-1]
         return super().operands(node)
 
     def inside(self, axis: str, target: Axes) -> str:
@@ -174,10 +175,6 @@ class TritonPrinter(Printer):
                 texts = [f"tl.trans({self.sanitized(a)})" if turned else strip(self.sanitized(a)) for a in args]
                 text = f"_tile_{node.op}({', '.join(texts)}, {node.attr[1]}, INVERSE)"
                 return f"tl.trans({text})" if turned else text
-            case "norm_scan" | "norm_adjoint":
-                return self._tame(node, f"_tile_{node.op}({', '.join(map(self.tile, self.operands(node)))}, BT)")
-            case "norm_slopes":  # never a value: norm_adjoint takes what it is made of
-                raise AssertionError(node.op)
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 texts = [self.tile(a) for a in args]
                 if node.op == "decay_dot":

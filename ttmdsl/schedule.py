@@ -7,6 +7,7 @@ Does not choose what is computed.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
 
 # tiles that an operation needs beside its operands and its result, as ahead-of-time compilation shows them
-WORKING = {**dict.fromkeys(DECAYED, 3.0), "tri_inv": 2.0, "norm_scan": 4.0, "norm_adjoint": 6.0}
+WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0}
 
 
 def weights(tokens: int) -> Weight:
@@ -37,32 +38,59 @@ def weights(tokens: int) -> Weight:
     return weight
 
 
-def peak(order: Sequence[Node], kept: Iterable[Node], operands: Operands, weight: Weight) -> float:
-    """The most registers in use at once: what is kept stays to the end, what nothing uses is stored and gone."""
-    staying, inside = set(kept), set(order)
+def peak(
+    order: Sequence[Node],
+    kept: Iterable[Node],
+    operands: Operands,
+    weight: Weight,
+    loaded: Callable[[Node], bool] = lambda n: False,
+) -> float:
+    """The most registers in use at once: what is kept stays to the end, what nothing uses is stored and gone, what is
+    `loaded` comes with its first use."""
+    staying, held = set(kept), set(order)
     used = [operands(n) for n in order]
-    left = Counter(a for arguments in used for a in arguments)
+    left = Counter(itertools.chain.from_iterable(used))
     live = most = 0.0
     for n, arguments in zip(order, used, strict=True):
+        for a in arguments:
+            if a not in held and loaded(a):
+                held.add(a)
+                live += weight(a)
         live += weight(n)
         most = max(most, live + weight(n) * WORKING.get(n.op, 0.0))
         for a in arguments:
             left[a] -= 1
-            if left[a] == 0 and a in inside and a not in staying:
+            if left[a] == 0 and a in held and a not in staying:
                 live -= weight(a)
         if left[n] == 0 and n not in staying:
             live -= weight(n)
     return most
 
 
-def best_order(nodes: list[Node], kept: list[Node], operands: Operands, weight: Weight) -> list[Node]:
-    """The nodes in the order of least peak: depth first, in both directions, or greedy; `kept` live to the end."""
+def with_loads(order: Iterable[Node], operands: Operands, loaded: Callable[[Node], bool]) -> list[Node]:
+    """The order, and before each value what it is the first to use of that which is loaded."""
+    result: dict[Node, None] = {}
+    for n in order:
+        result |= dict.fromkeys((*filter(loaded, operands(n)), n))
+    return list(result)
+
+
+def best_order(
+    nodes: list[Node],
+    kept: list[Node],
+    operands: Operands,
+    weight: Weight,
+    loaded: Callable[[Node], bool] = lambda n: False,
+) -> list[Node]:
+    """The nodes in the order of least peak: depth first, in both directions, or greedy; `kept` live to the end, what is
+    `loaded` from its first use."""
     operands = {n: operands(n) for n in nodes}.__getitem__
     used = {a for n in nodes for a in operands(n)}
     ends = [n for n in nodes if n not in used]
     orders = [nodes, _greedy(nodes, kept, operands, weight)]
     orders += [_depth_first(nodes, r, operands, flip) for r in (ends, ends[::-1]) for flip in (False, True)]
-    return min((o for o in orders if len(o) == len(nodes)), key=lambda order: peak(order, kept, operands, weight))
+    whole = (order for order in orders if len(order) == len(nodes))
+    return min(whole, key=lambda order: peak(order, kept, operands, weight, loaded))
 
 
 def _depth_first(nodes: list[Node], roots: list[Node], operands: Operands, flip: bool) -> list[Node]:
@@ -84,28 +112,37 @@ def _depth_first(nodes: list[Node], roots: list[Node], operands: Operands, flip:
 
 def _greedy(nodes: list[Node], roots: list[Node], operands: Operands, weight: Weight) -> list[Node]:
     """Always the ready value that frees most, or adds least."""
-    inside, kept = set(nodes), set(roots)
-    left = Counter(a for n in nodes for a in operands(n))
-    waiting = {n: {a for a in operands(n) if a in inside} for n in nodes}
-    users: dict[Node, list[Node]] = {}
-    for n in nodes:
-        for a in set(operands(n)):
-            users.setdefault(a, []).append(n)
+    kept = set(roots)
     place = {n: i for i, n in enumerate(nodes)}
-    ready = [n for n in nodes if not waiting[n]]
-    order: list[Node] = []
-    freeable = {n: [(a, c, weight(a)) for a, c in Counter(operands(n)).items() if a in inside - kept] for n in nodes}
+    users: dict[Node, list[Node]] = {n: [] for n in nodes}
+    waiting: dict[Node, int] = {}
+    freeable: dict[Node, dict[Node, int]] = {}  # how often a value is an operand
+    left: Counter[Node] = Counter()
+    for n in nodes:
+        found = [a for a in operands(n) if a in place]
+        left.update(found)
+        freeable[n] = {a: found.count(a) for a in found}
+        waiting[n] = len(freeable[n])
+        for a in freeable[n]:
+            users[a].append(n)
 
     def cost(n: Node) -> tuple[float, int]:
-        return weight(n) - sum(w for a, c, w in freeable[n] if left[a] == c), place[n]
+        freed = sum(weight(a) for a, count in freeable[n].items() if left[a] == count and a not in kept)
+        return weight(n) - freed, place[n]
 
+    ready = {n: cost(n) for n in nodes if not waiting[n]}
+    order: list[Node] = []
     while ready:
-        node = min(ready, key=cost)
-        ready.remove(node)
+        node = min(ready, key=ready.__getitem__)
+        del ready[node]
         order.append(node)
-        left.subtract(operands(node))
-        for user in users.get(node, ()):
-            waiting[user].discard(node)
+        for a, count in freeable[node].items():
+            left[a] -= count
+            for user in users[a] if left[a] else ():
+                if user in ready:
+                    ready[user] = cost(user)
+        for user in users[node]:
+            waiting[user] -= 1
             if not waiting[user]:
-                ready.append(user)
+                ready[user] = cost(user)
     return order

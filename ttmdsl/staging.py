@@ -7,45 +7,62 @@ what is cheaper than a load.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ttmdsl.ir import Node, constant, is_product
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product
 from ttmdsl.schedule import WORKING, Weight, best_order, peak
 
 if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
-ROOM = 7.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take;
-MOST = 12.0  # and eight warps
-LAUNCH = 4.0  # what a kernel costs, in products, or loads, of a tile
-SPILL, CROWD = 6.0, 0.2  # and a tile that finds no room; more where they are many, and leave the caches
+ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
+# what costs as much time as moving a tile in half precision between memory and chip, as measured (benchmarks/NOTES.md):
+LAUNCH = 2.0  # a kernel;
+PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
+SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
-def staged(kernel: Kernel, weight: Weight) -> list[Kernel]:
-    """The kernels in a kernel's place, in order."""
-    order = best_order(computed(kernel), [], operands, weight)
+def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
+    """The kernels in a kernel's place, in order; before them what they cost together."""
+    order = ordered(kernel, weight)
+    whole = _cost(kernel, order, weight)
     if peak_of_loads(order, weight) <= ROOM:
-        return [kernel]
-    ways = [[kernel], *(_cut(kernel, _segments(order, weight, limit)) for limit in (MOST, ROOM))]
-    return min(ways, key=lambda parts: sum(cost(part, weight) for part in parts))
+        return whole, [kernel]
+    ways = [_cut(kernel, _segments(order, weight, limit)) for limit in (ROOM, 1.15 * ROOM)]
+    found = [(sum(cost(part, weight) for part in parts), parts) for parts in ways]
+    return min((whole, [kernel]), *found, key=lambda way: way[0])
 
 
 def cost(kernel: Kernel, weight: Weight) -> float:
-    """About how long a kernel takes, in products of two tiles; as long as loading a tile in half precision.
+    """About how long a kernel takes, as many times as long as moving a tile in half precision."""
+    return _cost(kernel, ordered(kernel, weight), weight)
 
-    What crosses takes room in memory, too, and counts more where it is stored.
-    """
-    order = best_order(computed(kernel), [], operands, weight)
+
+def _cost(kernel: Kernel, order: Sequence[Node], weight: Weight) -> float:
     tiles = [n for n in dict.fromkeys(a for n in order for a in operands(n)) if len(n.axes) == 2]
-    loads = sum(2.0 if n in kernel.exact else 1.0 for n in tiles if n.op == "leaf" or n in kernel.given)
-    stores = sum(3.0 if n in kernel.exact else 1.0 for n in kernel.saves if len(n.axes) == 2)
-    products = sum(map(is_product, order))
+    moved = [n for n in tiles if n.op == "leaf" or n in kernel.given]
+    moved += [n for n in kernel.saves if len(n.axes) == 2]
+    traffic = sum(1.0 if n.axes[0] in TOKEN_AXES and n not in kernel.exact else 2.0 for n in moved)
+    products = sum(PRODUCT * is_product(n) + DECAY * (n.op in DECAYED) for n in order)
     over = max(0.0, peak_of_loads(order, weight) - ROOM)
-    return LAUNCH + products + loads + stores + over * (SPILL + CROWD * over)
+    return LAUNCH + products + traffic + over * (SPILL + CROWD * over)
+
+
+def ordered(kernel: Kernel, weight: Weight) -> list[Node]:
+    """What a kernel computes, in the order of least peak."""
+    nodes = computed(kernel)
+    return best_order(nodes, [], operands, weight, _outside(nodes))
+
+
+def _outside(nodes: Iterable[Node]) -> Callable[[Node], bool]:
+    """Whether a value is none of these, and has to be loaded."""
+    inside = set(nodes)
+    return lambda n: len(n.axes) > 0 and n not in inside and constant(n) is None
 
 
 def computed(kernel: Kernel) -> list[Node]:
@@ -55,20 +72,24 @@ def computed(kernel: Kernel) -> list[Node]:
 
 
 def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
-    """The kernel as several, each of which computes one segment."""
+    """The kernel as several, each of which computes one segment, and once more the products of inputs that it uses."""
     place = {n: i for i, segment in enumerate(segments) for n in segment}
+    outside = {*kernel.given, *(n for n in place if len(n.axes) < 2)}
+    cheap = {n for n in place if is_product(n) and all(outside.issuperset(_sources(a, ())) for a in operands(n))}
     crossing: dict[Node, None] = {}
     for n in place:
-        for a in (s for x in operands(n) for s in _sources(x)):
+        for a in (s for x in operands(n) for s in _crossing(x, cheap)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
+    # what products alone take of it, they would round anyway
+    exact = frozenset(a for n in place if not is_product(n) for a in operands(n) if a in crossing)
     result: list[Kernel] = []
     known = kernel.given
     for i in range(len(segments)):
         outputs = tuple((k, v) for k, v in kernel.outputs if place.get(v, 0) == i)
         saves = dict.fromkeys([*(n for n in kernel.saves if place[n] == i), *(n for n in crossing if place[n] == i)])
         name = kernel.name.replace("_kernel", f"_{i + 1}_kernel")
-        part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=frozenset(crossing))
+        part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=exact)
         result.append(part.giving(known))
         known += tuple(n for n in saves if n not in known)
     return [part for part in result if part.roots]
@@ -78,20 +99,28 @@ def is_input(node: Node) -> bool:
     return node.op in ("leaf", "size") or constant(node) is not None
 
 
+@functools.lru_cache(1 << 14)
 def operands(node: Node) -> tuple[Node, ...]:
     """What a value is made of; of a tile with three axes, which no kernel holds, what that is made of."""
     return tuple(x for a in node.args for x in (a.args if len(a.axes) > 2 else (a,)))
 
 
-def _sources(node: Node) -> list[Node]:
-    """The products, sums and vectors that a value follows from by work on single elements, which is done again."""
+def _crossing(node: Node, cheap: Container[Node]) -> list[Node]:
+    """What a later kernel is given for a value: the value, or the one tile, if any, that it follows from."""
+    sources = [] if is_input(node) else _sources(node, cheap)
+    return [node] if sum(len(n.axes) == 2 for n in sources) > 1 else sources
+
+
+def _sources(node: Node, cheap: Container[Node]) -> list[Node]:
+    """The products, sums and vectors that a value follows from by work on single elements, which is done again, as what
+    is `cheap` is."""
     sources, stack, known = [], [node], set()
     while stack:
         n = stack.pop()
         if n in known or is_input(n):
             continue
         known.add(n)
-        if len(n.axes) != 2 or n.op in _ACROSS:
+        if (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap:
             sources.append(n)
         else:
             stack.extend(n.args)
@@ -100,10 +129,7 @@ def _sources(node: Node) -> list[Node]:
 
 def peak_of_loads(segment: Sequence[Node], weight: Weight) -> float:
     """The most registers in use at once, where what comes from outside is loaded when it is first used."""
-    order: dict[Node, None] = {}
-    for n in segment:
-        order |= dict.fromkeys((*(a for a in operands(n) if a.op != "size" and constant(a) is None), n))
-    return peak([*order], (), operands, weight)
+    return peak(segment, (), operands, weight, _outside(segment))
 
 
 def _segments(order: list[Node], weight: Weight, limit: float) -> list[list[Node]]:
@@ -119,4 +145,11 @@ def _segments(order: list[Node], weight: Weight, limit: float) -> list[list[Node
             end = min(ends, key=lambda p: sum(weight(n) for n in order[start:p] if last.get(n, -1) >= p))
         segments.append(order[start:end])
         start = end
-    return segments
+    merged = segments[:1]
+    for segment in segments[1:]:  # what is next to a value that has no room anyway
+        apart = max(peak_of_loads(part, weight) for part in (merged[-1], segment))
+        if peak_of_loads([*merged[-1], *segment], weight) <= max(limit, apart):
+            merged[-1] = [*merged[-1], *segment]
+        else:
+            merged.append(segment)
+    return merged
