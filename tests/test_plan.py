@@ -121,7 +121,7 @@ def test_a_kernel_of_many_tiles_is_several_that_have_more_room() -> None:
     gradients = tuple((k[2:], v) for k, v in form.backward.outputs.items() if k.startswith("d:"))
     whole = Kernel("_whole_kernel", "map", form.backward, outputs=gradients)
     assert max(map(peak_of, parts)) < peak_of(whole) / 2
-    assert not any(k.exact for k in plan("chunk", forms("mamba2", {})["chunk"], FULL).backward)
+    assert not any(k.exact for k in plan("chunk", forms("linear_attention", {})["chunk"], FULL).backward)
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])

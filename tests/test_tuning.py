@@ -120,7 +120,8 @@ def ttmdsl_signatures(text: str) -> dict[str, str]:
 def test_kernels_of_a_layer_have_signatures_of_their_own() -> None:
     for layer in ("gated_delta_net", "titans_linear", "swa", "dot"):
         found = signatures(layer)["KERNEL_SIGNATURES"]
-        assert len(set(found.values())) == len(found) > 2
+        own = {k: v for k, v in found.items() if not k.startswith("_resumed")}  # may be those of the other chunk form
+        assert len(set(own.values())) == len(own) > 2
     assert signatures("gated_delta_net") == signatures("gated_delta_net")
     assert set(signatures("titans_linear")["FORM_SIGNATURES"]) == {"chunk", "resumed"}
 

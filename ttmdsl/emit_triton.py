@@ -31,9 +31,9 @@ from ttmdsl.print_triton import (
     store_token,
 )
 from ttmdsl.printer import Names
-from ttmdsl.schedule import Weight, peak, weights
+from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
-from ttmdsl.staging import ROOM, ordered
+from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.templates import render
 from ttmdsl.transfer import Transfer
@@ -97,7 +97,15 @@ class KernelText:
 class KernelWriter:
     """Writes the text of one kernel."""
 
-    def __init__(self, spec: LayerSpec, text: KernelText, nodes: list[Node], unit: str, printer: TritonPrinter) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        text: KernelText,
+        nodes: list[Node],
+        unit: str,
+        printer: TritonPrinter,
+        given: Container[Node] = (),
+    ) -> None:
         self.spec, self.text, self.unit, self.printer = spec, text, unit, printer
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
@@ -105,7 +113,7 @@ class KernelWriter:
         present = {base_dim(x) for n in nodes for x in n.axes}
         text.dims = [d for d in spec.dims if d in present or self._sized(nodes, d)]
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
-        text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"}}
+        text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"} and n not in given}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
         text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
 
@@ -236,7 +244,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
     text.signature = _signature(kernel, text.way)
     printer = _printer(kernel.program, spec, FULL)
-    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given)
     role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
     leaves = kernel.leaves()
@@ -282,20 +290,15 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind))
     printer = _printer(kernel.program, spec, weight)
-    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer)
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given)
     leaves = kernel.leaves()
     tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
     printer.loads |= {leaf: writer.loaded(leaf) for leaf in tensors}
     text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in tensors) for line in lines]
     text.body += writer.given(kernel)
-    # loads are begun before all else, so that none is waited for alone; where that takes too much room, when first used
-    loaded = [n for n in kernel.nodes() if n in printer.loads]
-    rest = ordered(kernel, weight)
-    printer.place = {n: i for i, n in enumerate(rest)}
-    ahead = peak([*loaded, *rest], (), printer.operands, weight)
-    text.body += printer.emit(loaded) if ahead <= ROOM + 1 else []
+    printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
     text.body += printer.emit(kernel.roots, writer.stores(kernel, keep=False))
-    text.alive = round(ahead if ahead <= ROOM + 1 else printer.alive, 1)
+    text.alive = round(printer.alive, 1)
     return text
 
 
