@@ -18,7 +18,7 @@ Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
 
 # tiles that an operation needs beside its operands and its result, as ahead-of-time compilation shows them
-WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0}
+WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
 
 def weights(tokens: int) -> Weight:

@@ -1,0 +1,126 @@
+"""Launches of compiled kernels: the second of its kind goes past Triton's look-up, with the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ttmdsl
+
+
+class Kernel:
+    """A kernel as Triton has them, which runs nothing and keeps what it was called with, by name."""
+
+    def __init__(self, name: str, arguments: list[str], compiles: bool = True) -> None:
+        self.fn, self.arg_names, self.compiles = SimpleNamespace(__name__=name), arguments, compiles
+        self.looked_up: list[dict[str, Any]] = []
+        self.direct: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*positional: Any, **named: Any) -> Any:
+            bound = dict(zip(self.arg_names, positional, strict=False)) | named
+            self.looked_up.append({"grid": grid, **{n: bound[n] for n in self.arg_names}})
+            return Compiled(self) if self.compiles else None
+
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            named = dict(zip(self.kernel.arg_names, arguments, strict=True))
+            self.kernel.direct.append({"grid": grid[:2], **named})
+
+        return run
+
+
+def schedule() -> Any:
+    module = ttmdsl.load("gated_delta_net")
+    sizes = tuple({"d_k": 16, "d_v": 16}.items())
+    return module._Schedule("chunk", (0, 128), (0,), 2, sizes, torch.bfloat16, torch.device("cpu"))
+
+
+NAMES = ["k_ptr", "beta_ptr", "bounds_ptr", "unit_bounds_ptr", "offset_ptr", "sequence_ptr"]
+CONSTANTS = [
+    "H",
+    "N_d_k",
+    "P_d_k",
+    "BT",
+    "LEN",
+    "GROUP",
+    "PER",
+    "DOT",
+    "PRECISION",
+    "INVERSE",
+    "KEEP",
+    "EVEN",
+    "SEGMENT",
+]
+
+
+def kernel(compiles: bool = True) -> Kernel:
+    return Kernel("_chunk_forward_free_kernel", NAMES + CONSTANTS, compiles)
+
+
+def pointers(dtype: torch.dtype = torch.bfloat16, skip: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(64, dtype=dtype)[skip:], torch.zeros(4)
+
+
+def launched(*many: tuple[torch.Tensor, ...], keep: tuple[bool, ...] = (), compiles: bool = True) -> Kernel:
+    """What becomes of a kernel that is launched with these pointers, one after the other."""
+    found, place = kernel(compiles), schedule()
+    for i, each in enumerate(many):
+        place.launch(found, each, keep=not keep or keep[i])
+    return found
+
+
+def second_has_the_arguments_of_the_first() -> None:
+    again = pointers()
+    found = launched(pointers(), again)
+    (first,), (second,) = found.looked_up, found.direct
+    assert second["k_ptr"] is again[0]
+    assert second["beta_ptr"] is again[1]
+    same = [n for n in first if n not in ("k_ptr", "beta_ptr")]
+    assert all(second[n] is first[n] or second[n] == first[n] for n in same)
+    assert first["grid"] == (2, 2)
+
+
+def other_dtypes_and_addresses_are_looked_up() -> None:
+    for other in (pointers(torch.float32), pointers(skip=1)):
+        found = launched(pointers(), other)
+        assert len(found.looked_up) == 2
+        assert not found.direct
+
+
+def what_is_kept_or_not_is_another_kernel() -> None:
+    found = launched(pointers(), pointers(), pointers(), keep=(True, False, False))
+    assert [call["KEEP"] for call in found.looked_up] == [True, False]
+    assert [call["KEEP"] for call in found.direct] == [False]
+
+
+def what_is_interpreted_is_never_launched_directly() -> None:
+    found = launched(pointers(), pointers(), pointers(), compiles=False)
+    assert len(found.looked_up) == 3
+    assert not found.direct
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        second_has_the_arguments_of_the_first,
+        other_dtypes_and_addresses_are_looked_up,
+        what_is_kept_or_not_is_another_kernel,
+        what_is_interpreted_is_never_launched_directly,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_launches(case: Callable[[], None], interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(case).result()  # where kernels are defined
