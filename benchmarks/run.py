@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/run.py OUT.json [--seconds 560] [--only fla,own,...] [--layers mamba2,...] [--jobs 14]
                                          [--archive FILE.tgz]
-       python benchmarks/run.py OUT.json --report [--png FILE]
+       python benchmarks/run.py OUT.json --report [--png FILE] [--ratios FILE]
 Rows that OUT.json has are kept, so a run that was cut short goes on where it stopped. First everything that is still to
 be measured is compiled, in `--jobs` processes side by side; then each layer is measured in a process of its own.
 `--archive` unpacks what fla's autotuner chose before into Triton's cache, which saves an hour (peers_autotune.tgz).
@@ -270,6 +270,7 @@ def main() -> None:
     parser.add_argument("--archive", type=Path)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--png", type=Path, help="with --report: the times over T")
+    parser.add_argument("--ratios", type=Path, help="with --report: fla's times over ours, as in the README")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
@@ -283,6 +284,8 @@ def main() -> None:
             layers = next(part.layers for part in PARTS if part.name == "lengths")
             rows = [r for r in report.saved(args.out) if r.shape in over_lengths and r.layer in layers]
             report.draw(rows, args.png)
+        if args.ratios:
+            report.draw_ratios([r for r in report.saved(args.out) if r.layer in PEERED], "fla", args.ratios)
         return
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")

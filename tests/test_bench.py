@@ -377,6 +377,8 @@ def test_the_table_says_what_is_known() -> None:
 def test_the_plot(tmp_path: Path) -> None:
     report.draw([MINE, THEIRS, BROKEN], tmp_path / "times.png")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+    report.draw_ratios([MINE, THEIRS, BROKEN], THEIRS.who, tmp_path / "ratios.png")
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_figure_of_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from ttmdsl.cache import write_atomically
 from ttmdsl.errors import LoadError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 
@@ -160,6 +161,45 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
+    _write(figure, path)
+
+
+def draw_ratios(rows: Sequence[Row], peer: str, path: Path) -> None:
+    """A peer's time over ours, a point for each layer and shape, logarithmic: above 1 ours is faster."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    theirs = {(row.layer, row.shape): row for row in rows if row.who == peer and not row.failed}
+    pairs = [
+        (row, theirs[row.layer, row.shape]) for row in rows if row.who != peer and (row.layer, row.shape) in theirs
+    ]
+    layers = list(dict.fromkeys(ours.layer for ours, _ in pairs))
+    values: dict[str, Callable[[Row], float | None]] = {
+        "forward": lambda r: r.forward,
+        "forward + backward": lambda r: r.both,
+    }
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (title, value) in zip(panels, values.items(), strict=True):
+        for i, shape in enumerate(dict.fromkeys(ours.shape for ours, _ in pairs)):
+            points = [(layers.index(a.layer), over(value(b), value(a))) for a, b in pairs if a.shape == shape]
+            known = [(x, y) for x, y in points if y is not None]
+            label = ", ".join(map(str, shape))
+            axes.plot(*zip(*known, strict=True), "o", color=f"C{i}", alpha=0.8, label=label)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set(yscale="log", title=title)
+        axes.set_xticks(range(len(layers)), layers, rotation=30, ha="right", fontsize=8)
+        axes.set_yticks([0.5, 1, 2, 4, 8, 16], minor=False)
+        axes.set_yticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:g}×")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(f"time of {peer} / time of ours")
+    panels[1].legend(title="B, T, H, D", fontsize=7, title_fontsize=7)
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
