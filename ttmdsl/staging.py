@@ -1,8 +1,9 @@
 """A kernel for all units at once, as several in a row, where it would keep more tiles alive than a multiprocessor has
-registers for: what crosses from one to the next goes through memory, in float32, and each loads only what it uses.
+registers for: what crosses from one to the next goes through memory, in float32 unless products alone take it, and each
+loads only what it uses.
 
 Input: a map `Kernel`. Output: the kernels in its place; itself, where spilling costs less. Computes nothing twice but
-what is cheaper than a load.
+what is cheaper than a load, as products of inputs are.
 """
 
 from __future__ import annotations
