@@ -42,8 +42,8 @@ def test_kernels(variant: str, tokens: int, interpreter: ProcessPoolExecutor) ->
 
 @pytest.mark.parametrize("name", ["gla", "rwkv7"])
 def test_moderate_decays_keep_their_digits(name: str, interpreter: ProcessPoolExecutor) -> None:
-    """On both sides of the distance from a block's middle at which the kernels turn to tokens one by one."""
-    for decay in (-0.01, -4.0, -4.3, -9.0):
+    """On both sides of the distances at which the kernels turn from chunks to blocks, and to tokens one by one."""
+    for decay in (-0.01, -2.5, -2.9, -8.0, -9.0, -12.0):
         assert interpreter.submit(error_at, name, decay).result() < 1e-5
 
 
