@@ -182,15 +182,20 @@ def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int
     # as a launch with torch's tensors would find: their addresses are multiples of 16
     aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
     spot = Resources(job.variant, name, job.target, job.head, job.dtype, options["num_warps"])
+    limit = SHARED_KIB[capability(job.target)] * 1024
     began = time.perf_counter()
-    try:
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        binary = triton.compile(source, target=GPUTarget("cuda", capability(job.target), 32), options=options)
-    except Exception as error:  # whatever the compiler raises is a result
-        lines = str(error).strip().splitlines() or [""]
-        return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
+    for stages in range(options["num_stages"], 0, -1):  # as a launch takes fewer where shared memory is short
+        try:
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+            target = GPUTarget("cuda", capability(job.target), 32)
+            binary = triton.compile(source, target=target, options={**options, "num_stages": stages})
+        except Exception as error:  # whatever the compiler raises is a result
+            lines = str(error).strip().splitlines() or [""]
+            return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
+        shared = binary.metadata.shared
+        if shared <= limit:
+            break
     registers, stack = resource_usage(binary.asm["cubin"])
-    shared, limit = binary.metadata.shared, SHARED_KIB[capability(job.target)] * 1024
     return replace(
         spot,
         registers=registers,
