@@ -21,7 +21,9 @@ from ttmdsl.loader import read
 from ttmdsl.options import Options
 from ttmdsl.pipeline import run
 from ttmdsl.print_torch import TorchPrinter
+from ttmdsl.print_triton import TritonPrinter
 from ttmdsl.printer import Names, strip
+from ttmdsl.schedule import weights
 
 LAYERS = [
     *("linear_attention", "mamba2", "gla", "delta_net", "gated_delta_net", "titans_linear"),
@@ -164,6 +166,23 @@ def test_constants_have_names_and_signs(b: Builder) -> None:
     assert printed(b, b.map("exp2", b.mul(b.const(1.4426950408889634), x))) == ["x = torch.exp2(LOG2E * p)"]
     assert printed(b, b.mul(b.const(-0.5), x)) == ["x = -0.5 * p"]
     assert printed(b, b.make("mul", (x, b.const(-0.5)), x.axes)) == ["x = p * (-0.5)"]
+
+
+def test_a_root_may_be_what_is_loaded(b: Builder) -> None:
+    """It is loaded once, and named for its store, whether or not anything else is made of it, or of anything."""
+    x, y = b.leaf("token", "x", ("t", "i")), b.leaf("token", "y", ("t", "i"))
+    cases: list[tuple[list[Node], dict[str, int]]] = [
+        ([b.map("exp2", x), y], {"x": 1, "y": 1}),
+        ([b.map("exp2", x), x], {"x": 1, "y": 0}),
+        ([y], {"x": 0, "y": 1}),
+    ]
+    for roots, expected in cases:
+        printer = TritonPrinter(b, Names(()), "chunk", weights(64))
+        printer.loads = {x: "load(x_ptr)", y: "load(y_ptr)"}
+        lines = printer.emit(roots, {n: lambda n=n, p=printer: [f"store({p.text[n]})"] for n in roots})  # type: ignore[misc]
+        text = "\n".join(lines)
+        assert {n: text.count(f"load({n}_ptr)") for n in expected} == expected
+        assert sum(line.startswith("store(") for line in lines) == len(roots)
 
 
 def test_a_power_binds_as_it_should(b: Builder) -> None:

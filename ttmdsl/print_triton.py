@@ -57,7 +57,8 @@ class TritonPrinter(Printer):
         loaded = self.loads.__contains__
         rest = sorted((n for n in nodes if not loaded(n)), key=lambda n: self.place.get(n, -1))
         computed = best_order(rest, kept, self.operands, self.weight, loaded)
-        best = with_loads(computed, self.operands, loaded) if computed else nodes
+        # a root may be loaded, too, and no operand of anything
+        best = list(dict.fromkeys([*with_loads(computed, self.operands, loaded), *nodes]))
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))
         return best
 
