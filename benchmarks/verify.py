@@ -51,13 +51,12 @@ def run(job: tuple[str, list[int], list[int], list[str], str]) -> list[dict[str,
                 try:
                     how = {"backends": ["triton"], "oracle": oracle, "device": device}
                     found = parity(module, dtypes=[getattr(torch, dtype)], shapes=[shape], **how)
-                    if not found:
-                        raise LookupError(f"Triton does not take this layer at D = {head}")
-                    worst = max(found, key=lambda r: r.error if r.error == r.error else float("inf"))
-                    row |= {"worst": worst.error, "quantity": worst.quantity, "ok": all(r.ok for r in found)}
-                    row["misses"] = {r.quantity: r.error for r in found if not r.ok}
-                except LookupError as error:
-                    row |= {"worst": 0.0, "ok": True, "error": str(error)}
+                    if found:
+                        worst = max(found, key=lambda r: r.error if r.error == r.error else float("inf"))
+                        row |= {"worst": worst.error, "quantity": worst.quantity, "ok": all(r.ok for r in found)}
+                        row["misses"] = {r.quantity: r.error for r in found if not r.ok}
+                    else:
+                        row |= {"worst": 0.0, "ok": True, "error": f"Triton does not take this layer at D = {head}"}
                 except Exception as error:
                     row |= {"worst": float("nan"), "ok": False, "error": f"{error}"[:400]}
                     row |= {"trace": traceback.format_exc()[-600:]}
