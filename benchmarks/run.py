@@ -70,9 +70,9 @@ PARTS = (
     Part("deep", DEEP, (FIRST,), ["--no-peers", "--compiled"], ("ttmdsl triton", "torch.compile"), 200),
     Part("titans", ["titans:b=64"], (FIRST, LARGE), (), ("ttmdsl triton", "ttmdsl Layer", "titans-pytorch")),
     Part("lengths", ["mamba2", "gated_delta_net"], LENGTHS, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
-    # times of a shape of their own, so that they are no rows of the other parts
     # where the time goes, kernel by kernel: asked for by name, into a file of its own
     Part("kernels", [*PEERED, *OWN], (FIRST, LARGE), ["--no-peers", "--no-step", "--kernels"]),
+    # times of a shape of their own, so that they are no rows of the other parts
     Part("cold", ["mamba2", "gated_delta_net", "titans_linear:b=64"], ((8, 2048, 16, 128),), ["--no-peers", "--cold"]),
 )
 

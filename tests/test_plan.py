@@ -11,8 +11,8 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import Program
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
-from ttmdsl.schedule import best_order, weights
-from ttmdsl.staging import computed, cost, operands, peak_of_loads, staged
+from ttmdsl.schedule import weights
+from ttmdsl.staging import cost, ordered, peak_of_loads, staged
 
 FULL = weights(64)
 
@@ -108,7 +108,7 @@ def test_gradients_are_shared_out_in_full() -> None:
 
 
 def peak_of(kernel: Kernel) -> float:
-    return peak_of_loads(best_order(computed(kernel), [], operands, FULL), FULL)
+    return peak_of_loads(ordered(kernel, FULL), FULL)
 
 
 def test_a_kernel_of_many_tiles_is_several_that_have_more_room() -> None:

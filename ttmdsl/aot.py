@@ -184,17 +184,17 @@ def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int
     spot = Resources(job.variant, name, job.target, job.head, job.dtype, options["num_warps"])
     limit = SHARED_KIB[capability(job.target)] * 1024
     began = time.perf_counter()
-    for stages in range(options["num_stages"], 0, -1):  # as a launch takes fewer where shared memory is short
-        try:
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-            target = GPUTarget("cuda", capability(job.target), 32)
+    try:
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        target = GPUTarget("cuda", capability(job.target), 32)
+        for stages in range(options["num_stages"], 0, -1):  # as a launch takes fewer where shared memory is short
             binary = triton.compile(source, target=target, options={**options, "num_stages": stages})
-        except Exception as error:  # whatever the compiler raises is a result
-            lines = str(error).strip().splitlines() or [""]
-            return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
-        shared = binary.metadata.shared
-        if shared <= limit:
-            break
+            shared = binary.metadata.shared
+            if shared <= limit:
+                break
+    except Exception as error:  # whatever the compiler raises is a result
+        lines = str(error).strip().splitlines() or [""]
+        return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
     registers, stack = resource_usage(binary.asm["cubin"])
     return replace(
         spot,

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ALL = sys.maxsize  # tokens
 LARGE = 1e30  # beyond this float32 may overflow, and the recurrence diverges
 
 
@@ -91,7 +92,7 @@ def at_edges(
     dtype: torch.dtype,
     device: str = "cpu",
     backend: str = "torch",
-    compared: int = 1 << 20,
+    compared: int = ALL,
 ) -> Iterator[Edge]:
     """One `Edge` for each entry of EDGES that concerns the layer; sequences of `tokens`, two heads, dims 12 and 20, on
     a GPU 64. The error is that of the first `compared` tokens. Raises what `op` raises."""
@@ -137,7 +138,7 @@ def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max(relative_error(f.double(), t, least if n else 0.0) for n, (f, t) in enumerate(pairs))
 
 
-def page(rows: Sequence[Edge], tokens: int, dtype: str, device: str, compared: int = 1 << 20) -> str:
+def page(rows: Sequence[Edge], tokens: int, dtype: str, device: str, compared: int = ALL) -> str:
     """The results as Markdown: a line for each layer, a column for each edge."""
     head = ["layer", *EDGES]
     by_layer: dict[str, dict[str, Edge]] = {}
@@ -161,8 +162,8 @@ def page(rows: Sequence[Edge], tokens: int, dtype: str, device: str, compared: i
 
 {how}.
 The greatest relative RMS error of the output and of the inputs' gradients beside float64; where it is above 1e-5, in
-brackets what the reference backend loses in the same dtype. `diverges`: the
-recurrence itself grows beyond {LARGE:.0e}. Empty: the layer has nothing of the kind.
+brackets what the reference backend loses in the same dtype. `diverges`: the recurrence itself grows beyond {LARGE:.0e}.
+Empty: the layer has nothing of the kind.
 
 """
         + "\n".join(lines)
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--layers", default=",".join(ttmdsl.layers()))
-    parser.add_argument("--compared", type=int, default=1 << 20, help="tokens, the first ones, whose error is measured")
+    parser.add_argument("--compared", type=int, default=ALL, help="tokens, the first ones, whose error is measured")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each at one layer")
     args = parser.parse_args(argv)
     how = {"tokens": args.tokens, "dtype": getattr(torch, args.dtype), "device": args.device, "compared": args.compared}

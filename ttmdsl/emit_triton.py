@@ -426,12 +426,9 @@ def unit_tokens(lowered: Lowered) -> int:
 
 
 def _forms(lowered: Lowered) -> dict[str, Form]:
-    found = {"token": lowered.token}
-    for name, form in (("resumed", lowered.resumed), ("chunk", lowered.chunk)):
-        # a chunk form that walks over its tokens, too, takes longer than the sequential one (benchmarks/NOTES.md)
-        if form is not None and all(n.op != "norm_scan" for n in form.forward.nodes()):
-            found[name] = form
-    return dict(reversed(found.items()))
+    found = {"chunk": lowered.chunk, "resumed": lowered.resumed, "token": lowered.token}
+    # a chunk form that walks over its tokens, too, takes longer than the sequential one (benchmarks/NOTES.md)
+    return {k: f for k, f in found.items() if f and all(n.op != "norm_scan" for n in f.forward.nodes())}
 
 
 def write_forms(lowered: Lowered) -> list[FormTexts]:

@@ -112,37 +112,28 @@ def _depth_first(nodes: list[Node], roots: list[Node], operands: Operands, flip:
 
 def _greedy(nodes: list[Node], roots: list[Node], operands: Operands, weight: Weight) -> list[Node]:
     """Always the ready value that frees most, or adds least."""
-    kept = set(roots)
-    place = {n: i for i, n in enumerate(nodes)}
-    users: dict[Node, list[Node]] = {n: [] for n in nodes}
-    waiting: dict[Node, int] = {}
-    freeable: dict[Node, dict[Node, int]] = {}  # how often a value is an operand
-    left: Counter[Node] = Counter()
+    inside, kept = set(nodes), set(roots)
+    left = Counter(a for n in nodes for a in operands(n))
+    waiting = {n: {a for a in operands(n) if a in inside} for n in nodes}
+    users: dict[Node, list[Node]] = {}
     for n in nodes:
-        found = [a for a in operands(n) if a in place]
-        left.update(found)
-        freeable[n] = {a: found.count(a) for a in found}
-        waiting[n] = len(freeable[n])
-        for a in freeable[n]:
-            users[a].append(n)
+        for a in set(operands(n)):
+            users.setdefault(a, []).append(n)
+    place = {n: i for i, n in enumerate(nodes)}
+    ready = [n for n in nodes if not waiting[n]]
+    order: list[Node] = []
+    freeable = {n: [(a, c, weight(a)) for a, c in Counter(operands(n)).items() if a in inside - kept] for n in nodes}
 
     def cost(n: Node) -> tuple[float, int]:
-        freed = sum(weight(a) for a, count in freeable[n].items() if left[a] == count and a not in kept)
-        return weight(n) - freed, place[n]
+        return weight(n) - sum(w for a, c, w in freeable[n] if left[a] == c), place[n]
 
-    ready = {n: cost(n) for n in nodes if not waiting[n]}
-    order: list[Node] = []
     while ready:
-        node = min(ready, key=ready.__getitem__)
-        del ready[node]
+        node = min(ready, key=cost)
+        ready.remove(node)
         order.append(node)
-        for a, count in freeable[node].items():
-            left[a] -= count
-            for user in users[a] if left[a] else ():
-                if user in ready:
-                    ready[user] = cost(user)
-        for user in users[node]:
-            waiting[user] -= 1
+        left.subtract(operands(node))
+        for user in users.get(node, ()):
+            waiting[user].discard(node)
             if not waiting[user]:
-                ready[user] = cost(user)
+                ready.append(user)
     return order

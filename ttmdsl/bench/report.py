@@ -134,23 +134,21 @@ def require_matplotlib() -> None:
         raise LoadError("a plot needs matplotlib: pip install 'ttmdsl[demo]'") from None
 
 
+_PLOTTED: dict[str, Callable[[Row], float | None]] = {
+    "forward": lambda r: r.forward,
+    "forward + backward": lambda r: r.both,
+}
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Forward, and forward and backward, over T: a line for each layer and who computes it; both axes logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(4.5)
     found = [row for row in rows if row.forward is not None]
     layers = list(dict.fromkeys(row.layer for row in found))
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(found, key=lambda row: row.shape[1]):
         lines.setdefault((row.layer, row.who), []).append(row)
-    values: dict[str, Callable[[Row], float | None]] = {
-        "forward": lambda r: r.forward,
-        "forward + backward": lambda r: r.both,
-    }
-    for axes, (title, value) in zip(figure.subplots(1, 2), values.items(), strict=True):
+    for axes, (title, value) in zip(figure.subplots(1, 2), _PLOTTED.items(), strict=True):
         for (layer, who), points in lines.items():
             style = "-" if who.startswith("ttmdsl t") else "--"
             lengths, color = [row.shape[1] for row in points], f"C{layers.index(layer) % 10}"
@@ -166,27 +164,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def draw_ratios(rows: Sequence[Row], peer: str, path: Path) -> None:
     """A peer's time over ours, a point for each layer and shape, logarithmic: above 1 ours is faster."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(4)
     theirs = {(row.layer, row.shape): row for row in rows if row.who == peer and not row.failed}
     pairs = [
         (row, theirs[row.layer, row.shape]) for row in rows if row.who != peer and (row.layer, row.shape) in theirs
     ]
     layers = list(dict.fromkeys(ours.layer for ours, _ in pairs))
-    values: dict[str, Callable[[Row], float | None]] = {
-        "forward": lambda r: r.forward,
-        "forward + backward": lambda r: r.both,
-    }
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, (title, value) in zip(panels, values.items(), strict=True):
+    for axes, (title, value) in zip(panels, _PLOTTED.items(), strict=True):
         for i, shape in enumerate(dict.fromkeys(ours.shape for ours, _ in pairs)):
             points = [(layers.index(a.layer), over(value(b), value(a))) for a, b in pairs if a.shape == shape]
             known = [(x, y) for x, y in points if y is not None]
             label = ", ".join(map(str, shape))
-            axes.plot(*zip(*known, strict=True), "o", color=f"C{i}", alpha=0.8, label=label)
+            axes.plot([x for x, _ in known], [y for _, y in known], "o", color=f"C{i}", alpha=0.8, label=label)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set(yscale="log", title=title)
         axes.set_xticks(range(len(layers)), layers, rotation=30, ha="right", fontsize=8)
@@ -197,6 +187,15 @@ def draw_ratios(rows: Sequence[Row], peer: str, path: Path) -> None:
     panels[0].set_ylabel(f"time of {peer} / time of ours")
     panels[1].legend(title="B, T, H, D", fontsize=7, title_fontsize=7)
     _write(figure, path)
+
+
+def _figure(height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _write(figure: Figure, path: Path) -> None:
