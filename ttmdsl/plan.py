@@ -131,23 +131,40 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     dear = any(n.op in DEAR and n not in tied(form.forward, "carry") for n in reachable(ends))
     before = _prologue(f"_{name}_forward_free", form.forward, ends, "carry", ()) if dear else None
     saved = before.saves if before else ()
-    cuts = _cuts(form.forward, ends, later, saved, tied(form.forward, "carry"), 2)
+    ways: list[tuple[float, tuple[Node, ...], list[Kernel], Division]] = []
+    for least in (1, 2):
+        cuts = _cuts(form.forward, ends, later, saved, tied(form.forward, "carry"), least)
+        if not ways or cuts != ways[0][1]:
+            cost, kernels, division = _backward(name, form, gradients, (*saved, *cuts), weight, division)
+            ways.append((cost + len(cuts), cuts, kernels, division))  # what is saved is written once, too
+    _, cuts, backward, division = min(ways, key=lambda way: way[0])
     forward = _scan(f"_{name}_forward_scan", form.forward, y, kept, False, saved, cuts)
-    saved += cuts
+    parts = _parts(name, form.forward, before.saves if before else ())
+    first = staged(before, weight)[1] if before else []
+    return Plan(name, (*first, forward), tuple(backward), parts, division)
 
+
+def _backward(
+    name: str,
+    form: Form,
+    gradients: dict[str, Node],
+    saved: tuple[Node, ...],
+    weight: Weight,
+    division: Division,
+) -> tuple[float, list[Kernel], Division]:
+    """The kernels of the backward pass, given what the forward one saves; before them what all but the scan cost."""
     d_ends = list(carries(form.backward).values())
     free = _prologue(f"_{name}_backward_free", form.backward, d_ends, "cocarry", saved)
+    price, kernels = staged(free, weight) if free else (0.0, [])
     saved += free.saves if free else ()
     cuts = _cuts(form.backward, d_ends, gradients.values(), saved, tied(form.backward, "cocarry"), 1)
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
-    backward = [_scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
-    saved += cuts
-    division, shared = shares(form.backward, gradients, saved, weight, [division] if division else None)
-    for i, kernels in enumerate(shared):
-        backward += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in kernels]
-    parts = _parts(name, form.forward, before.saves if before else ())
-    first, late = (staged(k, weight)[1] if k else [] for k in (before, free))
-    return Plan(name, (*first, forward), (*late, *backward), parts, division)
+    kernels = [*kernels, _scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
+    division, shared = shares(form.backward, gradients, (*saved, *cuts), weight, [division] if division else None)
+    for i, (cost, share) in enumerate(shared):
+        price += cost
+        kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
+    return price, kernels, division
 
 
 def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:
@@ -284,8 +301,8 @@ def shares(
     saved: tuple[Node, ...],
     weight: Weight,
     divisions: Sequence[Division] | None = None,
-) -> tuple[Division, list[list[Kernel]]]:
-    """The kernels that share the inputs' gradients, by the cheapest of a few divisions; some shares take several."""
+) -> tuple[Division, list[tuple[float, list[Kernel]]]]:
+    """The cheapest of a few divisions of the inputs' gradients, and for each share what it costs and its kernels."""
     gates = [k for k, v in gradients.items() if len(v.axes) < 2]
     vectors = {k: v for k, v in gradients.items() if k not in gates}
     if divisions is None:
@@ -307,7 +324,7 @@ def shares(
                 break
         else:
             least, best = total, division
-    return best, [kernels(*share)[1] for share in best]
+    return best, [kernels(*share) for share in best]
 
 
 def split(program: Program, gradients: dict[str, Node], groups: int) -> list[list[str]]:
