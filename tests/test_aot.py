@@ -24,6 +24,16 @@ from ttmdsl.cli import main
 from ttmdsl.errors import LoadError
 
 CACHE = Path(__file__).parent.parent / ".triton"
+MUON = """layer Muon {
+  dim d
+  input q[d], k[d], v[d]
+  gate theta: decay, eta: unit
+  memory S[d, d]
+  bias 1/2 * |S @ k - v|^2
+  retention S
+  optimizer muon(momentum = theta, rate = eta)
+  read S @ q
+}"""
 
 
 def run(variant: str, heads: str, targets: str, packages: Path | None = None) -> list[dict[str, Any]]:
@@ -72,6 +82,12 @@ def test_the_old_triton_is_the_one_that_compiles(old_triton: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(old_triton)}
     command = [sys.executable, "-c", "import triton, torch; print(triton.__version__)"]
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip() == OLD
+
+
+@pytest.mark.slow
+def test_newton_schulz_finds_room_for_wide_tiles(tmp_path: Path, record_property: Any) -> None:
+    (tmp_path / "muon.ttm").write_text(MUON)
+    judge(run(str(tmp_path / "muon.ttm"), "128", "sm_80,sm_90"), record_property, "newest")
 
 
 # ---- the command --------------------------------------------------------------------------------------------

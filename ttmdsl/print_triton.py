@@ -172,7 +172,7 @@ class TritonPrinter(Printer):
             case "tri_inv":
                 return f"_tile_inverse({self.tile(args[0])}, BT, INVERSE)"
             case "newton_schulz" | "newton_schulz_back":
-                turned = axes[0] != node.attr[0]
+                turned = axes[1] != node.attr[0]  # the tiles' products run over x^T x
                 texts = [f"tl.trans({self.sanitized(a)})" if turned else strip(self.sanitized(a)) for a in args]
                 text = f"_tile_{node.op}({', '.join(texts)}, {node.attr[1]}, INVERSE)"
                 return f"tl.trans({text})" if turned else text
