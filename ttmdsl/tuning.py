@@ -35,8 +35,8 @@ CONFIG = {
 }
 
 
-# What a module carries: by compute capability and kernel, (tiles, bytes, lanes, configuration).
-Measured: TypeAlias = dict[int, dict[str, list[tuple[tuple[int, ...], int, int, dict[str, int]]]]]
+# What a module carries: by compute capability and kernel, (tiles, bytes, lanes, configuration, Triton's version).
+Measured: TypeAlias = dict[int, dict[str, list[tuple[tuple[int, ...], int, int, dict[str, int], str]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Tables:
             for entry in getattr(table, kind):
                 known.setdefault(entry.kernel, []).append(entry)
             mine = {
-                name: [(e.tiles, e.bytes, e.lanes, e.config) for e in sorted(known[signature], key=lambda e: e.place)]
+                name: [(*e.place[1:], e.config, e.triton) for e in sorted(known[signature], key=lambda e: e.place)]
                 for name, signature in names.items()
                 if signature in known
             }
