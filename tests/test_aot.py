@@ -21,7 +21,7 @@ from aot_matrix import OLD, VARIANTS, triton_36
 
 from ttmdsl.aot import Resources, capability, compile_all, parse_variant, table, to_json
 from ttmdsl.cli import main
-from ttmdsl.errors import LoadError
+from ttmdsl.errors import CheckError, LoadError
 
 CACHE = Path(__file__).parent.parent / ".triton"
 MUON = """layer Muon {
@@ -126,6 +126,14 @@ def test_processes_cache_and_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert sum(r.seconds for r in again) < 0.3 * sum(r.seconds for r in first)
     with pytest.raises(LoadError, match="no layer is called"):
         compile_all(["linear_attentoin"])
+
+
+def test_a_bad_spec_is_told_from_another_process(tmp_path: Path) -> None:
+    spec = tmp_path / "bad.ttm"
+    spec.write_text("layer Bad { dim d\n input q[d]\n memory S[d, d]\n bias -<S @ k, q>\n read S @ q }")
+    with pytest.raises(CheckError, match="unknown name `k`") as caught:
+        compile_all([str(spec)])
+    assert caught.value.diagnostics[0].span.line == 4
 
 
 @pytest.mark.parametrize("variant", ["mamba2:b", "mamba2:b=x", "mamba2:=3", "mamba2:b-1=3"])

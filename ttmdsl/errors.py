@@ -63,6 +63,10 @@ class SpecError(TtmError):
         self.filename = filename
         super().__init__("\n".join(d.render(source, filename) for d in diagnostics))
 
+    def __reduce__(self) -> tuple[type[SpecError], tuple[object, ...]]:
+        """How it crosses from one process to another."""
+        return type(self), (self.diagnostics, self.source, self.filename)
+
 
 class ParseError(SpecError):
     """The text is no spec: a token where none of its kind may stand, or a limit on size or nesting passed."""
