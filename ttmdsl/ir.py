@@ -222,6 +222,22 @@ def reachable(
     return list(seen)
 
 
+def nearest(node: Node, wanted: Callable[[Node], bool], skipped: Callable[[Node], bool]) -> list[Node]:
+    """The wanted values that a value follows from by way of no other such, or itself; not looking below what is skipped."""
+    found: list[Node] = []
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if n in seen or skipped(n):
+            continue
+        seen.add(n)
+        if wanted(n):
+            found.append(n)
+        else:
+            stack.extend(n.args)
+    return found
+
+
 def depends_on(
     roots: Iterable[Node],
     sources: Iterable[Node],

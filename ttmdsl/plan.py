@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, is_product, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, is_product, nearest, reachable
 from ttmdsl.lower import Form
 from ttmdsl.schedule import Weight
 from ttmdsl.staging import staged
@@ -264,20 +264,9 @@ def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
     return is_product(node) and not any(_sources(a, given) for a in node.args)
 
 
-def _sources(node: Node, given: tuple[Node, ...]) -> tuple[Node, ...]:
+def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
     """The products of tiles, and other dear values, that a value follows from without another product."""
-    known = set(given)
-    found: dict[Node, None] = {}
-    stack = [node]
-    while stack:
-        n = stack.pop()
-        if n in known:
-            continue
-        if n.op in DEAR or is_product(n):
-            found[n] = None
-        else:
-            stack.extend(n.args)
-    return tuple(found)
+    return nearest(node, lambda n: n.op in DEAR or is_product(n), given.__contains__)
 
 
 def _scan(

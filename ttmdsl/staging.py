@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
 from ttmdsl.schedule import WORKING, Weight, best_order, peak
 
 if TYPE_CHECKING:
@@ -108,24 +108,14 @@ def operands(node: Node) -> tuple[Node, ...]:
 
 def _crossing(node: Node, cheap: Container[Node]) -> list[Node]:
     """What a later kernel is given for a value: the value, or the one tile, if any, that it follows from."""
-    sources = [] if is_input(node) else _sources(node, cheap)
+    sources = _sources(node, cheap)
     return [node] if sum(len(n.axes) == 2 for n in sources) > 1 else sources
 
 
 def _sources(node: Node, cheap: Container[Node]) -> list[Node]:
     """The products, sums and vectors that a value follows from by work on single elements, which is done again, as what
     is `cheap` is."""
-    sources, stack, known = [], [node], set()
-    while stack:
-        n = stack.pop()
-        if n in known or is_input(n):
-            continue
-        known.add(n)
-        if (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap:
-            sources.append(n)
-        else:
-            stack.extend(n.args)
-    return sources
+    return nearest(node, lambda n: (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap, is_input)
 
 
 def peak_of_loads(segment: Sequence[Node], weight: Weight) -> float:
