@@ -223,7 +223,7 @@ def reachable(
 
 
 def nearest(node: Node, wanted: Callable[[Node], bool], skipped: Callable[[Node], bool]) -> list[Node]:
-    """The wanted values that a value follows from by way of no other such, or itself; not looking below what is skipped."""
+    """The wanted values that a value follows from by way of no other such, or itself; nothing below what is skipped."""
     found: list[Node] = []
     stack, seen = [node], set()
     while stack:

@@ -1,0 +1,374 @@
+"""The text of one Triton kernel: its pointers, what it loads and stores, and its arithmetic from the printer.
+
+Input: a `Kernel` of a plan, or the sequential form for its backward pass. Output: `KernelText`, which the templates in
+codegen/ frame. Decides nothing about which kernels there are.
+
+Pointers are named by what they hold: `q_ptr` an input, `S_start_ptr` a state at the sequences' starts [N, H, ...],
+`S_units_ptr` at every unit's start [U, H, ...], `S_end_ptr` at the ends, and the same with d_ for cotangents.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
+
+from ttmdsl.builder import Builder
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, reachable
+from ttmdsl.lower import Form
+from ttmdsl.lower_expr import matrix_axes
+from ttmdsl.plan import Kernel, Kind, carries
+from ttmdsl.print_triton import (
+    TritonPrinter,
+    load_block,
+    load_saved,
+    load_token,
+    shape,
+    store_block,
+    store_saved,
+    store_token,
+)
+from ttmdsl.printer import Names
+from ttmdsl.schedule import Weight, weights
+from ttmdsl.spec import LayerSpec
+from ttmdsl.staging import ordered
+from ttmdsl.state import POSITION, state_shapes
+from ttmdsl.tuning import signature
+
+LOCALS = frozenset(
+    "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
+    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments"
+    " step".split()
+)
+
+
+FULL = weights(64)  # in a loop, tiles of few tokens lie as the states do that they meet: on all warps
+PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A pointer of a kernel and the Python expression that launches pass for it. `dtype`: input, gate or float32."""
+
+    name: str
+    value: str
+    dtype: str
+
+
+@dataclass
+class KernelText:
+    """What a kernel template needs; lists are lines of code."""
+
+    name: str
+    doc: str
+    kind: Kind = "scan"
+    alive: float = 0.0
+    arguments: list[Argument] = field(default_factory=list)
+    dims: list[str] = field(default_factory=list)
+    blocked: str = ""
+    reverse: bool = False
+    before: list[str] = field(default_factory=list)
+    keep: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
+    uses: set[str] = field(default_factory=set)
+    fresh: list[int] = field(default_factory=list)
+    signature: str = ""
+
+    @property
+    def way(self) -> str:
+        """How the kernel runs: a map, a scan, or a scan in reverse."""
+        return "reverse" if self.reverse else self.kind
+
+    def pointer(self, name: str, value: str, dtype: str) -> str:
+        """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""
+        known = {(a.value, a.dtype): a.name for a in self.arguments}
+        if (value, dtype) not in known:
+            known[value, dtype] = Names(known.values()).get(f"{name}_ptr")
+            self.arguments.append(Argument(known[value, dtype], value, dtype))
+        return known[value, dtype]
+
+
+class KernelWriter:
+    """Writes the text of one kernel."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        text: KernelText,
+        nodes: list[Node],
+        unit: str,
+        printer: TritonPrinter,
+        given: Container[Node] = (),
+    ) -> None:
+        self.spec, self.text, self.unit, self.printer = spec, text, unit, printer
+        self.shapes = {t.keyword: t.shape for t in spec.tensors}
+        self.shapes["y"] = spec.passes[-1].read.shape
+        self.states = {k: matrix_axes(shape) for k, shape in state_shapes(spec).items() if k != POSITION}
+        present = {base_dim(x) for n in nodes for x in n.axes}
+        text.dims = [d for d in spec.dims if d in present or self._sized(nodes, d)]
+        text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
+        text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"} and n not in given}
+        text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
+        text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
+
+    def _sized(self, nodes: list[Node], dim: str) -> bool:
+        return any(n.op == "size" and n.attr[0] == dim for n in nodes)
+
+    def _strides(self, nodes: list[Node]) -> list[str]:
+        return [d for d in self.spec.dims if d in {base_dim(x) for shape in self.shapes.values() for x in shape}]
+
+    def dtype(self, keyword: str) -> str:
+        kinds = {t.keyword: t.kind for t in self.spec.tensors}
+        return "input" if kinds.get(keyword, "input") == "input" else "gate"
+
+    def load(self, leaf: Node) -> str:
+        """The line that loads a leaf at one unit; its name becomes the leaf's text."""
+        name = self.printer.text[leaf] = self.printer.names.get(self.printer.wish(leaf))
+        return f"{name} = {self.loaded(leaf)}"
+
+    def loaded(self, leaf: Node) -> str:
+        """Text that loads a leaf at one unit."""
+        order = self.shapes.get(leaf.name, ())
+        match leaf.role:
+            case "token":
+                pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
+                return load_token(pointer, leaf.axes, order)
+            case "param":
+                pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
+                return load_block(pointer, "h", leaf.axes, order)
+            case "cot":
+                return load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
+            case "carry" | "cocarry":
+                return self.load_state("units", PREFIX[leaf.role], leaf.name, leaf.axes, "u * H + h")
+            case role:
+                raise AssertionError(role)
+
+    def load_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, when: str = "") -> str:
+        """Text that loads a state from the array of starts, units or ends; zero unless `when`."""
+        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
+        return load_block(pointer, base, axes, self.states[name], when)
+
+    def store_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, value: str) -> str:
+        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
+        return store_block(pointer, base, axes, self.states[name], value)
+
+    def saved(self, node: Node, kernel: Kernel) -> str:
+        """The pointer to where a value is saved."""
+        name = saved_name(self.printer.builder, node, kernel.exact)
+        dtype = "input" if is_per_token(node) and node not in kernel.exact else "float32"
+        return self.text.pointer(f"{name}_saved", f'saved["{name}"]', dtype)
+
+    def given(self, kernel: Kernel) -> list[str]:
+        """Lines that load what earlier kernels have saved."""
+        lines = []
+        for node in kernel.given:
+            if is_per_token(node) and node not in kernel.exact:
+                self.printer.loaded.add(node)
+            if kernel.kind == "map":
+                self.printer.loads[node] = load_saved(self.saved(node, kernel), node.axes)
+                continue
+            name = self.printer.text[node] = self.printer.names.get(self.printer.builder.labels.get(node, node.op))
+            lines.append(f"{name} = {load_saved(self.saved(node, kernel), node.axes)}")
+        return lines
+
+    def inputs(self, leaves: Iterable[Node]) -> tuple[list[str], list[str]]:
+        """Lines for params, before the units; lines for the tensors of a unit."""
+        before, each = [], []
+        for leaf in leaves:
+            match leaf.role:
+                case "param":
+                    before.append(self.load(leaf))
+                case "token" | "cot":
+                    each.append(self.load(leaf))
+                case "live" | "last":
+                    self.printer.text[leaf] = leaf.role
+                case "fresh":
+                    self.printer.text[leaf] = f"fresh_{leaf.name}"
+        return before, each
+
+    def stores(self, kernel: Kernel, keep: bool) -> dict[Node, Callable[[], list[str]]]:
+        """For every output and saved value of a kernel, what makes the lines that store it."""
+        actions: dict[Node, list[Callable[[], list[str]]]] = {}
+
+        def save(node: Node) -> list[str]:
+            line = store_saved(self.saved(node, kernel), node.axes, self.printer.text[node])
+            return ["if KEEP:", f"    {line}"] if keep else [line]
+
+        for name, value in kernel.outputs:
+            actions.setdefault(value, []).append(functools.partial(self.store_output, name, value, "u * H + h"))
+        for node in kernel.saves:
+            actions.setdefault(node, []).append(functools.partial(save, node))
+        return {n: functools.partial(_lines, many) for n, many in actions.items()}
+
+    def store_output(self, name: str, value: Node, base: str) -> list[str]:
+        """Lines that store an output of a unit: y, or the gradient of an input, or of a param (one for each unit)."""
+        text = self.printer.sanitized(value) if value.axes else self.printer.text[value]
+        if name == "y":
+            return [store_token(self.text.pointer("y", "y", "input"), value.axes, self.shapes["y"], text)]
+        param = any(t.keyword == name and t.kind == "param" for t in self.spec.tensors)
+        pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32" if param else self.dtype(name))
+        if param:
+            return [store_block(pointer, base, value.axes, self.shapes[name], text)]
+        return [store_token(pointer, value.axes, self.shapes[name], text)]
+
+
+def _lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
+    return [line for action in actions for line in action()]
+
+
+def is_per_token(node: Node) -> bool:
+    """Whether a value has a token axis: such values are saved in the inputs' dtype, states in float32."""
+    return any(x in TOKEN_AXES for x in node.axes)
+
+
+def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
+    """The name under which a value is saved; of one in float32 for every token it says so."""
+    return f"{builder.labels.get(node, node.op)}_{node.id}{'_exact' if node in exact else ''}"
+
+
+def _printer(program: Program, spec: LayerSpec, weight: Weight) -> TritonPrinter:
+    taken = {*LOCALS, *keyword.kwlist, *(f"fresh_{p.optimizer.batch}" for p in spec.passes)}
+    for d in spec.dims:
+        taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
+    return TritonPrinter(program.builder, Names(taken), program.unit, weight)
+
+
+def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
+    """The text of a scan kernel: a walk over the units of one sequence and head."""
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
+    text.signature = _signature(kernel, text.way)
+    printer = _printer(kernel.program, spec, FULL)
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given)
+    role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
+    source, target = ("end", "start") if kernel.reverse else ("start", "end")
+    leaves = kernel.leaves()
+    results = dict(kernel.carried)
+    text.before, loads = writer.inputs(leaves)
+    loads += writer.given(kernel)
+    variables: dict[str, str] = {}
+    carried = {n.name: n for n in leaves if n.role == role}
+    # a carry that no unit reads is still handed from start to end
+    unread = {n.name: n for n in kernel.program.leaves() if n.role == role and n.name in kernel.keeps}
+    for name, leaf in {**carried, **unread}.items():
+        variable = printer.text[leaf] = printer.names.get(prefix + name)
+        # one that no unit hands on is there for the first unit alone
+        when = "" if name in results else "step == 0"
+        line = f"{variable} = {writer.load_state(source, prefix, name, leaf.axes, 'n * H + h', when)}"
+        if name in results:
+            variables[name] = variable
+        (text.before if name in results else loads).append(line)
+        if name in kernel.keeps:
+            text.keep.append(writer.store_state("units", prefix, name, leaf.axes, "u * H + h", variable))
+    if kernel.reverse:  # states at the units' starts
+        for leaf in (n for n in leaves if n.role == "carry"):
+            printer.text[leaf] = printer.names.get(leaf.name)
+            loads.append(f"{printer.text[leaf]} = {writer.load_state('units', '', leaf.name, leaf.axes, 'u * H + h')}")
+    text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=True))]
+    text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
+    for name, value in results.items():
+        if name not in variables:  # no unit reads it: what the last unit hands on is the end
+            store = writer.store_state(target, prefix, name, value.axes, "n * H + h", printer.sanitized(value))
+            last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
+            text.body += [f"if {last}:", f"    {store}"]
+    new = {k: printer.sanitized(results[k]) for k in variables}
+    moved = [k for k in new if new[k] != variables[k]]
+    staged = {k: printer.names.get(f"{variables[k]}_next") for k in moved if len(moved) > 1}
+    text.body += [f"{staged[k]} = {new[k]}" for k in staged]
+    text.body += [f"{variables[k]} = {staged.get(k, new[k])}" for k in moved]
+    for name, variable in variables.items():
+        text.after.append(writer.store_state(target, prefix, name, results[name].axes, "n * H + h", variable))
+    return text
+
+
+def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
+    """The text of a map kernel: one unit of one head, all at once."""
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind))
+    printer = _printer(kernel.program, spec, weight)
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given)
+    leaves = kernel.leaves()
+    tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
+    printer.loads |= {leaf: writer.loaded(leaf) for leaf in tensors}
+    text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in tensors) for line in lines]
+    text.body += writer.given(kernel)
+    printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
+    text.body += printer.emit(kernel.roots, writer.stores(kernel, keep=False))
+    text.alive = round(printer.alive, 1)
+    return text
+
+
+def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
+    """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
+    text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
+    forward, backward = carries(form.forward), form.backward.outputs
+    roots = list(backward.values())
+    text.signature = signature("token reverse", [*roots, *forward.values()])
+    printer = _printer(form.backward, spec, FULL)
+    nodes = reachable([*roots, *forward.values()])
+    writer = KernelWriter(spec, text, nodes, "token", printer)
+    # the states of a segment once more: forward values have names of their own, as they belong to another loop
+    replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit, FULL)
+    replayer = KernelWriter(spec, text, nodes, "token", replay)
+    before, loads = replayer.inputs(n for n in reachable(forward.values()) if n.op == "leaf")
+    states = {n.name: n for n in form.forward.leaves() if n.role == "carry"}
+    text.before += before
+    for leaf_name, leaf in states.items():
+        replay.text[leaf] = printer.names.get(leaf_name)
+        base = "u * H + h"
+        text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', '', leaf_name, leaf.axes, base)}")
+        text.keep.append(writer.store_state("scratch", "", leaf_name, leaf.axes, "slot", replay.text[leaf]))
+    text.keep += [*loads, *replay.emit(v for k, v in forward.items() if k in states)]
+    new = {k: replay.sanitized(v) for k, v in forward.items() if k in states}
+    staged = {k: printer.names.get(f"{replay.text[states[k]]}_next") for k in new}
+    text.keep += [f"{staged[k]} = {new[k]}" for k in new]
+    text.keep += [f"{replay.text[states[k]]} = {staged[k]}" for k in new]
+    # in reverse
+    before, loads = writer.inputs(n for n in reachable(roots) if n.op == "leaf")
+    text.before += [line for line in before if line not in text.before]
+    text.body += loads
+    for leaf in (n for n in reachable(roots) if n.role == "carry"):
+        printer.text[leaf] = printer.names.get(leaf.name)
+        text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', '', leaf.name, leaf.axes, 'slot')}")
+    variables: dict[str, str] = {}
+    for key, value in forward.items():
+        leaf = form.backward.builder.leaf("cocarry", key, value.axes)
+        variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
+        text.before.append(f"{variables[key]} = {writer.load_state('end', 'd_', key, leaf.axes, 'n * H + h')}")
+    text.body += printer.emit(roots)
+    text.alive = round(max(printer.alive, replay.alive) + sum(map(FULL, forward.values())), 1)
+    params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
+    for key, value in backward.items():
+        if key.startswith("carry:"):
+            continue
+        if key[2:] in params:
+            total = printer.names.get(f"{key[2:]}_total")
+            zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
+            text.before.append(f"{total} = {zero}")
+            text.body.append(f"{total} += {printer.sanitized(value) if value.axes else printer.text[value]}")
+            pointer = text.pointer(f"d_{key[2:]}", f'd_x["{key[2:]}"]', "float32")
+            text.after.append(store_block(pointer, "n * H + h", value.axes, params[key[2:]], total))
+        else:
+            text.body += writer.store_output(key[2:], value, "")
+    handed = {k: backward.get(f"carry:{k}") for k in variables}
+    d_new = {k: f"tl.zeros_like({variables[k]})" if v is None else printer.sanitized(v) for k, v in handed.items()}
+    staged = {k: printer.names.get(f"{variables[k]}_next") for k in d_new}
+    text.body += [f"{staged[k]} = {d_new[k]}" for k in d_new]
+    text.body += [f"{variables[k]} = {staged[k]}" for k in d_new]
+    for key, value in forward.items():
+        text.after.append(writer.store_state("start", "d_", key, value.axes, "n * H + h", variables[key]))
+    return text
+
+
+def _signature(kernel: Kernel, way: str) -> str:
+    return signature(f"{kernel.program.unit} {way}", kernel.roots, kernel.given)
+
+
+def _doc(kernel: Kernel) -> str:
+    if kernel.saves and kernel.kind == "map":
+        return f"What is free of the carry: {', '.join(n.op for n in kernel.saves)}; every unit at once."
+    what = [k for k, _ in kernel.outputs] + [f"the carry {k}" for k, _ in kernel.carried]
+    how = "unit after unit" if kernel.kind == "scan" else "every unit at once"
+    way = ", last unit first" if kernel.reverse else ""
+    return f"{'Gradients of ' if kernel.kind == 'map' else ''}{', '.join(what)}: {how}{way}."
