@@ -90,3 +90,41 @@ def test_the_interpreters_bfloat16_is_mended(interpreter: ProcessPoolExecutor) -
     assert error < 1e-5
     assert rounding == 0
     assert restored
+
+
+def newton_schulz() -> tuple[float, float]:
+    """What a matrix of almost one direction loses in Newton-Schulz, in tf32 and in full; in the other process."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    from ttmdsl.interpreted import rounded
+    from ttmdsl.lower_optimizer import NEWTON_SCHULZ
+
+    globals()["tile"] = ttmdsl.load("atlas_linear")._tile_newton_schulz  # where an interpreted kernel looks for names
+
+    @triton.jit
+    def kernel(x_ptr, y_ptr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(y_ptr + at, tile(tl.load(x_ptr + at), 5, PRECISION))  # noqa: F821
+
+    torch.manual_seed(0)
+    x = torch.outer(torch.randn(32), torch.randn(32)) + 1e-3 * torch.randn(32, 32)
+    x /= x.norm()
+    exact, (first, third, fifth) = x.double(), NEWTON_SCHULZ
+    for _ in range(5):
+        gram = exact @ exact.mT
+        exact = first * exact + (third * gram + fifth * gram @ gram) @ exact
+    errors = []
+    for precision in ("tf32", "ieee"):
+        y = torch.zeros(32, 32)
+        with rounded():
+            kernel[(1,)](x, y, precision)
+        errors.append(float((y - exact).norm() / exact.norm()))
+    return errors[0], errors[1]
+
+
+def test_newton_schulz_does_not_enlarge_rounding(interpreter: ProcessPoolExecutor) -> None:
+    fast, full = interpreter.submit(newton_schulz).result()
+    assert fast < 1e-4  # with plain tf32 1e-3
+    assert full < 1e-4

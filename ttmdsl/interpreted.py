@@ -1,8 +1,9 @@
-"""Triton's interpreter with bfloat16 as a GPU computes it: products of its values, rounding to the nearest.
+"""Triton's interpreter with numbers as a GPU computes them: products of bfloat16 and tf32, rounding to the nearest.
 
 Usage: `with rounded(): ...` around calls of kernels under TRITON_INTERPRET. The interpreter by itself (3.6 to 3.9)
-multiplies the bits of bfloat16 tiles as integers, and cuts off what it converts. With this, errors are those that a GPU
-shows. Knows no kernel, and changes nothing where kernels are compiled.
+multiplies the bits of bfloat16 tiles as integers, cuts off what it converts, and takes float32 where a GPU is asked for
+tf32, the 10 leading bits of a float32's fraction. With this, errors are those that a GPU shows. Knows no kernel, and
+changes nothing where kernels are compiled.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def interpreted() -> bool:
 
 @contextlib.contextmanager
 def rounded() -> Iterator[None]:
-    """Mends the interpreter's bfloat16 while it lasts."""
+    """Mends the interpreter's bfloat16 and tf32 while it lasts."""
     import triton.language as tl
+    from triton._C.libtriton import ir
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     dot, trunc = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
@@ -33,8 +35,17 @@ def rounded() -> Iterator[None]:
             return value
         return TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def product(self: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
-        return dot(self, wide(a), wide(b), *rest, **options)
+    def short(value: Any) -> Any:
+        if value.dtype.scalar != tl.float32:
+            return value
+        bits = np.ascontiguousarray(value.data).view(np.uint32) & np.uint32(0xFFFFE000)
+        return TensorHandle(bits.view(np.float32), tl.float32)
+
+    def product(self: Any, a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+        a, b = wide(a), wide(b)
+        if precision == ir.INPUT_PRECISION.TF32:
+            a, b = short(a), short(b)
+        return dot(self, a, b, d, precision, *rest)
 
     def narrow(self: Any, value: Any, dtype: Any) -> Any:
         if (value.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
