@@ -128,13 +128,14 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     ends = [*y.values(), *carries(form.forward).values()]
     later = [*carries(form.backward).values(), *gradients.values()]
 
-    dear = any(n.op in DEAR and n not in tied(form.forward, "carry") for n in reachable(ends))
+    chained = tied(form.forward, "carry")
+    dear = any(n.op in DEAR and n not in chained for n in reachable(ends))
     before = _prologue(f"_{name}_forward_free", form.forward, ends, "carry", ()) if dear else None
     saved = before.saves if before else ()
     ways: list[tuple[float, tuple[Node, ...], list[Kernel], Division]] = []
     for least in (1, 2):
-        cuts = _cuts(form.forward, ends, later, saved, tied(form.forward, "carry"), least)
-        if not ways or cuts != ways[0][1]:
+        cuts = _cuts(form.forward, ends, later, saved, chained, least)
+        if not ways or cuts != ways[0][1]:  # the second way keeps the first's division, which takes long to find
             cost, kernels, division = _backward(name, form, gradients, (*saved, *cuts), weight, division)
             ways.append((cost + len(cuts), cuts, kernels, division))  # what is saved is written once, too
     _, cuts, backward, division = min(ways, key=lambda way: way[0])
