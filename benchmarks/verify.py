@@ -1,9 +1,12 @@
 """Parity of the Triton backend, outputs, states and all gradients, against float64; a process per layer.
 
 Usage: python benchmarks/verify.py [OUT.json] [--layers a,b:b=16 | all] [--heads 32,60,64,128] [--tokens 1,63,2048,8192]
-                                   [--seconds 560] [--device cuda | cpu]
+                                   [--seconds 560] [--device cuda | cpu] [--kept FOLDER]
 On a CPU Triton interprets the kernels, and bfloat16 is rounded as a GPU does (ttmdsl/interpreted.py): that shows what
 the arithmetic loses, and nothing of what a GPU's compiler makes of it.
+
+In float64 token by token, a deep memory takes minutes at 2048 tokens. FOLDER keeps what the oracle found: --oracle-only
+fills it, on a machine that has the time, and a later run takes it from there.
 
 The oracle is the reference backend up to 63 tokens, and beyond it the float64 torch backend, which the test suite
 holds against the reference at 1e-9. OUT.json is written after every layer and head size; what it holds is not compared
@@ -20,6 +23,7 @@ import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 VARIANTS = (
     "linear_attention mamba2 gla delta_net gated_delta_net titans_linear lattice_dec lattice_enc lattice_sim"
@@ -28,7 +32,11 @@ VARIANTS = (
 ).split()
 
 
-def run(job: tuple[str, list[int], list[int], list[str], str]) -> list[dict[str, object]]:
+# A variant, head sizes, lengths, dtypes, and what `parity` is to be told.
+Job = tuple[str, list[int], list[int], list[str], dict[str, Any]]
+
+
+def run(job: Job) -> list[dict[str, object]]:
     """All comparisons of one variant."""
     import torch
 
@@ -37,7 +45,7 @@ def run(job: tuple[str, list[int], list[int], list[str], str]) -> list[dict[str,
     from ttmdsl.drawing import Shape
     from ttmdsl.parity import parity
 
-    variant, heads, tokens, dtypes, device = job
+    variant, heads, tokens, dtypes, how = job
     name, consts = parse_variant(variant)
     module = ttmdsl.load(name, **consts)
     rows = []
@@ -49,8 +57,9 @@ def run(job: tuple[str, list[int], list[int], list[str], str]) -> list[dict[str,
                 began = time.time()
                 row = {"variant": variant, "D": head, "T": T, "dtype": dtype}
                 try:
-                    how = {"backends": ["triton"], "oracle": oracle, "device": device}
-                    found = parity(module, dtypes=[getattr(torch, dtype)], shapes=[shape], **how)
+                    found = parity(module, dtypes=[getattr(torch, dtype)], shapes=[shape], oracle=oracle, **how)
+                    if not how["backends"]:
+                        continue
                     if found:
                         worst = max(found, key=lambda r: r.error if r.error == r.error else float("inf"))
                         row |= {"worst": worst.error, "quantity": worst.quantity, "ok": all(r.ok for r in found)}
@@ -79,6 +88,8 @@ def main() -> int:
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--kept", type=Path, help="a folder for what the oracle finds")
+    parser.add_argument("--oracle-only", action="store_true", help="fill that folder and compare nothing")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after that many")
     args = parser.parse_args()
     if args.device == "cpu":
@@ -90,7 +101,8 @@ def main() -> int:
     results: list[dict[str, object]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     known = {(r["variant"], r["D"], r["T"], r["dtype"]) for r in results}
     dtypes = args.dtypes.split(",")
-    jobs = [(v, [h], tokens, dtypes, args.device) for h in largest_first for v in layers]
+    how = {"backends": [] if args.oracle_only else ["triton"], "device": args.device, "kept": args.kept}
+    jobs = [(v, [h], tokens, dtypes, how) for h in largest_first for v in layers]
     jobs = [job for job in jobs if not {(job[0], job[1][0], t, d) for t in tokens for d in dtypes} <= known]
     with ProcessPoolExecutor(args.jobs, mp_context=mp.get_context("spawn"), max_tasks_per_child=1) as pool:
         waiting = {pool.submit(_until, end, job): job for job in jobs}
@@ -119,7 +131,7 @@ def main() -> int:
     return int(bool(missed))
 
 
-def _until(end: float, job: tuple[str, list[int], list[int], list[str], str]) -> list[dict[str, object]]:
+def _until(end: float, job: Job) -> list[dict[str, object]]:
     """The job's rows; none if it is too late to begin (the clock is the machine's, the same in every process)."""
     return run(job) if time.monotonic() < end else []
 

@@ -15,10 +15,13 @@ backend in float32 may lose too.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -188,9 +191,29 @@ def _rows(
             yield Row(backend, str(dtype).removeprefix("torch."), shape.label, key, error, most, error <= most)
 
 
-def _steady(
-    module: Any, shape: Shape, dtype: torch.dtype, device: torch.device, oracle: str, seed: int
-) -> tuple[Drawn, dict[str, Tensors], dict[str, float]]:
+_Steady = tuple[Drawn, dict[str, Tensors], dict[str, float]]
+
+
+def _kept(
+    folder: Path | None, module: Any, shape: Shape, dtype: torch.dtype, device: torch.device, *how: Any
+) -> _Steady:
+    """What `_steady` finds, from the folder where it has been found before."""
+    if folder is None:
+        return _steady(module, shape, dtype, device, *how)
+    key = repr((module.SPEC, module.CONSTS, shape, dtype, how))
+    file = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.pt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn, expected, lost = _steady(module, shape, dtype, device, *how)
+        partial = file.with_suffix(f".{os.getpid()}")
+        torch.save((drawn.x, drawn.state, drawn.bounds, expected, lost), partial)
+        partial.replace(file)
+    x, state, bounds, expected, lost = torch.load(file, map_location="cpu", weights_only=True)
+    moved = {family: {key: t.to(device) for key, t in found.items()} for family, found in expected.items()}
+    return Drawn(x, state, bounds), moved, lost
+
+
+def _steady(module: Any, shape: Shape, dtype: torch.dtype, device: torch.device, oracle: str, seed: int) -> _Steady:
     """The draw to compare at, what the oracle makes of it in float64, and what float32 costs the oracle itself.
 
     A recurrence that diverges says nothing of a backend: gates are made smaller until what the oracle loses by itself,
@@ -198,7 +221,7 @@ def _steady(
     """
     half = dtype in (torch.bfloat16, torch.float16)
     most = TOLERANCES[dtype] / 2 if half else TOLERANCES[torch.float32]
-    found: list[tuple[float, int, tuple[Drawn, dict[str, Tensors], dict[str, float]]]] = []
+    found: list[tuple[float, int, _Steady]] = []
     for strength in _CALMER:
         drawn = draw(module, shape, dtype=dtype, seed=seed, strength=strength)
         exact = _leaves(drawn, torch.float64, device)
@@ -260,10 +283,12 @@ def parity(
     device: torch.device | str | None = None,
     seed: int = 0,
     oracle: str = "reference",
+    kept: Path | None = None,
 ) -> list[Row]:
     """Compare backends with the reference; by default all that can run here, on a GPU if there is one.
 
-    `oracle="torch"` takes the torch backend's float64 for the reference, which is too slow for long sequences.
+    `oracle="torch"` takes the torch backend's float64 for the reference, which is too slow for long sequences. `kept`
+    is a folder for what the oracle finds of this module at these shapes: what is there already is taken from it.
 
     Triton takes no float64, so it is compared in the other dtypes only.
     """
@@ -272,7 +297,7 @@ def parity(
     rows: list[Row] = []
     for number, shape in enumerate(SHAPES if shapes is None else shapes):
         for dtype in dtypes:
-            drawn, expected, lost = _steady(module, shape, dtype, device, oracle, seed + number)
+            drawn, expected, lost = _kept(kept, module, shape, dtype, device, oracle, seed + number)
             for backend in backends:
                 if backend == "triton" and (dtype == torch.float64 or not _kernels_take(module, shape)):
                     continue
