@@ -6,11 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ttmdsl
+from ttmdsl.drawing import Shape, draw
 
 
 class Kernel:
@@ -112,6 +114,19 @@ def what_is_interpreted_is_never_launched_directly() -> None:
     assert not found.direct
 
 
+def states_are_kept_only_where_a_backward_pass_may_follow() -> None:
+    module = ttmdsl.load("gated_delta_net")
+    drawn = draw(module, Shape("", tokens=70, dims=(16,), state=False))
+    x = {key: t.float().requires_grad_() for key, t in drawn.x.items()}
+    with mock.patch.object(module._Schedule, "launch", autospec=True) as launch:
+        module.op(**x, backend="triton")
+        with torch.no_grad():
+            module.op(**x, backend="triton")
+        module.op(**{key: t.detach() for key, t in x.items()}, backend="triton")
+    kept = [call.args[3] for call in launch.call_args_list]
+    assert kept == [True] * 2 + [False] * 4  # the inverse, and the scan
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -119,6 +134,7 @@ def what_is_interpreted_is_never_launched_directly() -> None:
         other_dtypes_and_addresses_are_looked_up,
         what_is_kept_or_not_is_another_kernel,
         what_is_interpreted_is_never_launched_directly,
+        states_are_kept_only_where_a_backward_pass_may_follow,
     ],
     ids=lambda case: case.__name__,
 )
