@@ -25,6 +25,7 @@ from typing import Literal
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, is_product, nearest, reachable
 from ttmdsl.lower import Form
+from ttmdsl.padding import singular
 from ttmdsl.schedule import Weight
 from ttmdsl.staging import staged
 from ttmdsl.transfer import Transfer, transfers
@@ -43,7 +44,7 @@ class Kernel:
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
     `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
-    a value for every token in the inputs' dtype.
+    a value for every token in the inputs' dtype. `wide` products take float32 where others take the inputs' dtype.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Kernel:
     given: tuple[Node, ...] = ()
     blocked: str = ""
     exact: frozenset[Node] = frozenset()
+    wide: frozenset[Node] = frozenset()
 
     @property
     def roots(self) -> list[Node]:
@@ -142,7 +144,8 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     forward = _scan(f"_{name}_forward_scan", form.forward, y, kept, False, saved, cuts)
     parts = _parts(name, form.forward, before.saves if before else ())
     first = staged(before, weight)[1] if before else []
-    return Plan(name, (*first, forward), tuple(backward), parts, division)
+    found = Plan(name, (*first, forward), tuple(backward), parts, division)
+    return _careful(found) if steep(form.forward) else found
 
 
 def _backward(
@@ -183,6 +186,29 @@ def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None
 def tied(program: Program, role: str) -> set[Node]:
     """Nodes that depend on what is handed from unit to unit: the carries, or in a backward program their cotangents."""
     return depends_on(program.outputs.values(), [n for n in program.leaves() if n.role == role])
+
+
+def steep(program: Program) -> bool:
+    """Whether a state meets a function that is infinite at 0, as it does where it is divided by its own length.
+
+    The shorter the state, the more such a function enlarges what rounding has added to it, unit after unit.
+    """
+    chained = tied(program, "carry")
+    nodes = reachable(carries(program).values())
+    return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
+
+
+def _careful(p: Plan) -> Plan:
+    """The same for carries that enlarge rounding: products on which a carry depends are wide, and what scans save or
+    are given is exact."""
+    scans = [k for k in p.kernels() if k.kind == "scan"]
+    exact = frozenset(n for k in scans for n in (*k.saves, *k.given))
+    wide = frozenset(n for k in scans for n in reachable((v for _, v in k.carried), exact) if is_product(n))
+
+    def careful(k: Kernel) -> Kernel:
+        return replace(k, exact=k.exact | exact, wide=wide if k.kind == "scan" else frozenset())
+
+    return replace(p, forward=tuple(map(careful, p.forward)), backward=tuple(map(careful, p.backward)))
 
 
 def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:

@@ -6,6 +6,8 @@ Does not know kernels or plans.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from ttmdsl.builder import Builder
 from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant
 from ttmdsl.padding import PaddingAnalysis, singular
@@ -39,13 +41,13 @@ def shape(axes: Axes) -> str:
 class TritonPrinter(Printer):
     """Prints the values of one kernel.
 
-    Products of a chunk's tiles take the inputs' dtype. What a token program multiplies is the state, again and again
-    (Newton-Schulz): it takes float32, as the triangular inverse does.
+    Products of a chunk's tiles take the inputs' dtype, but for those that are to be `wide`. What a token program
+    multiplies is the state, again and again (Newton-Schulz): it takes float32, as the triangular inverse does.
     """
 
-    def __init__(self, builder: Builder, names: Names, unit: str, weight: Weight) -> None:
+    def __init__(self, builder: Builder, names: Names, unit: str, weight: Weight, wide: Container[Node] = ()) -> None:
         super().__init__(builder, names)
-        self.weight = weight
+        self.weight, self.wide = weight, wide
         self.dot = "tl.float32, INVERSE" if unit == "token" else "DOT, PRECISION"
         self.padding = PaddingAnalysis()
         self.alive = 0.0  # the most tiles alive at once, by weight
@@ -77,18 +79,18 @@ class TritonPrinter(Printer):
         loaded = node.role in ("token", "cot") and any(x not in TOKEN_AXES for x in node.axes)
         return loaded or node in self.loaded
 
-    def wide(self, node: Node) -> str:
+    def widened(self, node: Node) -> str:
         """A value in float32."""
         return f"{self.text[node]}.to(tl.float32)" if self.raw(node) else self.text[node]
 
     def operand(self, node: Node, target: Axes) -> str:
         """A value among the target's axes."""
-        return at(self.wide(node), node.axes, target) if self.is_tile(node) else self.text[node]
+        return at(self.widened(node), node.axes, target) if self.is_tile(node) else self.text[node]
 
     def tile(self, node: Node) -> str:
         """A value as a tile of its full shape, constants too."""
         number = constant(node)
-        return self.wide(node) if number is None else f"tl.full({shape(node.axes)}, {number!r}, tl.float32)"
+        return self.widened(node) if number is None else f"tl.full({shape(node.axes)}, {number!r}, tl.float32)"
 
     def operands(self, node: Node) -> tuple[Node, ...]:
         if node in self.loads:
@@ -210,6 +212,8 @@ class TritonPrinter(Printer):
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
             # weights of tokens are made of gates: they have no rounding to share with an input
             weights = set(a.axes) | set(b.axes) <= set(TOKEN_AXES)
+            if node in self.wide:
+                return f"_wide_dot({left}, {right}, DOT, PRECISION)"
             return f"_tile_dot({left}, {right}, {'tl.float32, INVERSE' if weights else self.dot})"
         union = self.builder.order((*a.axes, *b.axes))
         product = f"{at(left, a.axes, union)} * {at(right, b.axes, union)}"

@@ -229,18 +229,18 @@ def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
     return f"{builder.labels.get(node, node.op)}_{node.id}{'_exact' if node in exact else ''}"
 
 
-def _printer(program: Program, spec: LayerSpec, weight: Weight) -> TritonPrinter:
+def _printer(program: Program, spec: LayerSpec, weight: Weight, wide: Container[Node] = ()) -> TritonPrinter:
     taken = {*LOCALS, *keyword.kwlist, *(f"fresh_{p.optimizer.batch}" for p in spec.passes)}
     for d in spec.dims:
         taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
-    return TritonPrinter(program.builder, Names(taken), program.unit, weight)
+    return TritonPrinter(program.builder, Names(taken), program.unit, weight, wide)
 
 
 def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     """The text of a scan kernel: a walk over the units of one sequence and head."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
     text.signature = _signature(kernel, text.way)
-    printer = _printer(kernel.program, spec, FULL)
+    printer = _printer(kernel.program, spec, FULL, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given)
     role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
