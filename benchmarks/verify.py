@@ -6,7 +6,8 @@ On a CPU Triton interprets the kernels, and bfloat16 is rounded as a GPU does (t
 the arithmetic loses, and nothing of what a GPU's compiler makes of it.
 
 In float64 token by token, a deep memory takes minutes at 2048 tokens. FOLDER keeps what the oracle found: --oracle-only
-fills it, on a machine that has the time, and a later run takes it from there.
+fills it, on a machine that has the time, and a later run takes it from there. Beside a miss stands what the oracle
+itself loses by inputs that are off by half a unit in their last place (in float32 also by computing in it).
 
 The oracle is the reference backend up to 63 tokens, and beyond it the float64 torch backend, which the test suite
 holds against the reference at 1e-9. OUT.json is written after every layer and head size; what it holds is not compared
@@ -64,6 +65,7 @@ def run(job: Job) -> list[dict[str, object]]:
                         worst = max(found, key=lambda r: r.error if r.error == r.error else float("inf"))
                         row |= {"worst": worst.error, "quantity": worst.quantity, "ok": all(r.ok for r in found)}
                         row["misses"] = {r.quantity: r.error for r in found if not r.ok}
+                        row["lost"] = {r.quantity: r.lost for r in found if not r.ok}
                     else:
                         row |= {"worst": 0.0, "ok": True, "error": f"Triton does not take this layer at D = {head}"}
                 except Exception as error:

@@ -70,11 +70,17 @@ def sizes_of(module: Any, dims: Sequence[int]) -> dict[str, int]:
 
 
 def draw(
-    module: Any, shape: Shape, *, dtype: torch.dtype = torch.float64, seed: int = 0, strength: float = 1.0
+    module: Any,
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    strength: float = 1.0,
+    fading: float = 1.0,
 ) -> Drawn:
     """Tensors for `op` on the CPU: vectors of about unit length, gates in their ranges, a state like the declared.
 
-    `strength` multiplies gates, params and momenta, decays left out.
+    `strength` multiplies gates, params and momenta, `fading` the logarithms of decays.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = sizes_of(module, shape.dims)
@@ -93,7 +99,7 @@ def draw(
     gates = {key: normal(*lead, axes=axes) for key, axes in module.GATES.items()}
     params = {key: normal(shape.heads, axes=axes) for key, axes in module.PARAMS.items()}
     for key, t in (gates | params).items():
-        x[key] = in_range(t, module.RANGES[key]) * (1.0 if module.RANGES[key] == "decay" else strength)
+        x[key] = in_range(t, module.RANGES[key]) * (fading if module.RANGES[key] == "decay" else strength)
 
     told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
     told |= set(getattr(module, "FEATURES", {}))
