@@ -273,8 +273,8 @@ def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, giv
     chained = tied(program, role)
     nodes = reachable(roots, set(given))
     chain = [n for n in nodes if n in chained and n not in given]
-    border = dict.fromkeys(a for n in chain for a in n.args if a not in chained and len(a.axes) == 2)
-    sources = {n: _sources(n, given) for n in border}
+    border = {a: _sources(a, given) for n in chain for a in n.args if a not in chained and a.axes}
+    sources = {n: found for n, found in border.items() if len(n.axes) == 2}
     uses = Counter(s for found in sources.values() for s in found)
     saves: dict[Node, None] = {}
     for n, found in sources.items():
@@ -283,6 +283,8 @@ def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, giv
         # the products that a value needs are saved, unless it alone needs several of them
         alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
         saves.update(dict.fromkeys([n] if alone else found))
+    # a vector takes no room: it is saved where products are needed for it alone
+    saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
     return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
 
 

@@ -158,14 +158,14 @@ class KernelWriter:
     def saved(self, node: Node, kernel: Kernel) -> str:
         """The pointer to where a value is saved."""
         name = saved_name(self.printer.builder, node, kernel.exact)
-        dtype = "input" if is_per_token(node) and node not in kernel.exact else "float32"
+        dtype = "input" if is_short(node, kernel) else "float32"
         return self.text.pointer(f"{name}_saved", f'saved["{name}"]', dtype)
 
     def given(self, kernel: Kernel) -> list[str]:
         """Lines that load what earlier kernels have saved."""
         lines = []
         for node in kernel.given:
-            if is_per_token(node) and node not in kernel.exact:
+            if is_short(node, kernel):
                 self.printer.loaded.add(node)
             if kernel.kind == "map":
                 self.printer.loads[node] = load_saved(self.saved(node, kernel), node.axes)
@@ -219,9 +219,9 @@ def _lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
     return [line for action in actions for line in action()]
 
 
-def is_per_token(node: Node) -> bool:
-    """Whether a value has a token axis: such values are saved in the inputs' dtype, states in float32."""
-    return any(x in TOKEN_AXES for x in node.axes)
+def is_short(node: Node, kernel: Kernel) -> bool:
+    """Whether a saved value is in the inputs' dtype, as tiles with a token axis are; states and vectors are not."""
+    return len(node.axes) > 1 and any(x in TOKEN_AXES for x in node.axes) and node not in kernel.exact
 
 
 def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
