@@ -8,7 +8,7 @@ from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Program
+from ttmdsl.ir import Program, is_matmul, original
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
 from ttmdsl.schedule import weights
@@ -136,3 +136,28 @@ def test_no_kernel_is_cut_that_costs_less_whole(tokens: int) -> None:
         assert sorted(name for part in parts for name, _ in part.outputs) == sorted(gradients)
         cut += len(parts) > 1
     assert cut
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear_attention", {("carry", "S"), ("cocarry", "S")}),
+        ("delta_net", {("carry", "S"), ("cocarry", "S")}),
+        ("mamba2", set()),  # the decay's gradient sums S * dS
+        ("ttt_mlp", {(role, memory) for role in ("carry", "cocarry") for memory in ("W1", "W2")}),
+    ],
+)
+def test_states_that_products_alone_take_are_rounded(name: str, expected: set[tuple[str, str]]) -> None:
+    found = plan("chunk", forms(name, {"b": 4} if name == "ttt_mlp" else {})["chunk"], FULL).rounded()
+    assert {(n.role, n.name) for n in found} == expected
+
+
+@every_plan
+def test_a_rounded_state_is_loaded_for_matrix_products_alone(form: Form, found: Plan) -> None:
+    rounded = found.rounded()
+    for kernel in found.kernels():
+        users = [n for n in kernel.nodes() if n not in kernel.given and n.op != "rename"]
+        for state in kernel.states() & rounded:
+            names = {n for n in kernel.nodes() if original(n) is state}
+            assert not names & set(kernel.roots)
+            assert all(is_matmul(n) and n not in kernel.wide for n in users if names & set(n.args))

@@ -16,11 +16,12 @@ import pytest
 import ttmdsl
 from ttmdsl import cache
 from ttmdsl.aot import compile_all
+from ttmdsl.builder import Builder
 from ttmdsl.errors import LoadError
 from ttmdsl.loader import read as read_spec
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.tuning import Entry, Table, Tables, digest, files, read, read_all, tuned_table
+from ttmdsl.tuning import Entry, Table, Tables, digest, files, read, read_all, signature, tuned_table
 
 SCAN = "_chunk_forward_scan_kernel"
 
@@ -110,6 +111,13 @@ def test_a_signature_knows_no_names() -> None:
     assert kernels[0] == kernels[1] != kernels[2]
     shipped = signatures("linear_attention")["KERNEL_SIGNATURES"]
     assert kernels[0] == shipped
+
+
+def test_what_is_rounded_makes_another_kernel() -> None:
+    b = Builder(("i", "j"))
+    S = b.leaf("carry", "S", ("i", "j"))
+    read = b.contract(S, b.leaf("token", "q", ("t", "j")), {"j"})
+    assert signature("scan", [read]) != signature("scan", [read], rounded={S})
 
 
 def ttmdsl_signatures(text: str) -> dict[str, str]:

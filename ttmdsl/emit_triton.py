@@ -29,7 +29,8 @@ def token_kernel(form: Form) -> Kernel:
 
 @dataclass(frozen=True)
 class FormTexts:
-    """The kernels of one form as text, and which states they keep at every unit's start or hand on.
+    """The kernels of one form as text, and which states they keep at every unit's start, as "input" (in the inputs'
+    dtype) or "float32", or hand on.
 
     `saved` and `saved_late` name the values saved by forward and by backward kernels, with the axes of their tiles.
     """
@@ -37,8 +38,8 @@ class FormTexts:
     name: str
     forward: tuple[KernelText, ...]
     backward: tuple[KernelText, ...]
-    kept: list[str]
-    d_kept: list[str]
+    kept: dict[str, str]
+    d_kept: dict[str, str]
     carried: list[str]
     saved: dict[str, Axes] = field(default_factory=dict)
     saved_late: dict[str, Axes] = field(default_factory=dict)
@@ -90,23 +91,28 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     backward = write_token_backward(spec, last, "_token_backward_kernel")
     carried = [k for k, _ in token.carried]
     scan = write_scan(spec, token)
-    texts.append(FormTexts("token", (scan,), (backward,), list(token.keeps), [], carried))
+    texts.append(FormTexts("token", (scan,), (backward,), dict.fromkeys(token.keeps, "float32"), {}, carried))
     return texts
 
 
 def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
     b = p.forward[0].program.builder
+    rounded = p.rounded()
 
     def write(k: Kernel) -> KernelText:
-        return write_scan(spec, k) if k.kind == "scan" else write_map(spec, k, weight)
+        return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, weight, rounded)
+
+    def kept(scan: Kernel, role: str) -> dict[str, str]:
+        short = {n.name for n in rounded if n.role == role}
+        return {k: "input" if k in short else "float32" for k in scan.keeps}
 
     scans = [next(k for k in kernels if k.kind == "scan") for kernels in (p.forward, p.backward)]
     return FormTexts(
         p.name,
         tuple(map(write, p.forward)),
         tuple(map(write, p.backward)),
-        list(scans[0].keeps),
-        list(scans[1].keeps),
+        kept(scans[0], "carry"),
+        kept(scans[1], "cocarry"),
         [k for k, _ in scans[0].carried],
         {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},

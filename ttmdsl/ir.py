@@ -139,6 +139,21 @@ def is_product(node: Node) -> bool:
     return node.op == "contract" and len(node.axes) == 2
 
 
+def is_matmul(node: Node) -> bool:
+    """Whether a value is a product of two matrices over one axis, which is all that they share."""
+    if node.op != "contract" or len(node.reduced) != 1:
+        return False
+    a, b = node.args
+    return len(a.axes) == len(b.axes) == 2 and set(a.axes) & set(b.axes) == set(node.reduced)
+
+
+def original(node: Node) -> Node:
+    """The value that this is under other names of its axes."""
+    while node.op == "rename":
+        node = node.args[0]
+    return node
+
+
 def addends(node: Node, whole: Callable[[Node], bool]) -> Iterator[tuple[float, list[Node]]]:
     """The node as a sum of products (number, factors), multiplied out over sums except where `whole` holds."""
     if node.op != "const" and whole(node):

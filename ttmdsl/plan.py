@@ -23,7 +23,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, depends_on, is_product, nearest, reachable
+from ttmdsl.ir import (
+    DECAYED,
+    TOKEN_AXES,
+    Node,
+    Program,
+    Role,
+    depends_on,
+    is_matmul,
+    is_product,
+    nearest,
+    original,
+    reachable,
+)
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.schedule import Weight
@@ -64,6 +76,11 @@ class Kernel:
     def roots(self) -> list[Node]:
         return [*(v for _, v in self.outputs), *self.saves, *(v for _, v in self.carried)]
 
+    @property
+    def role(self) -> Role:
+        """What a scan walks with."""
+        return "cocarry" if self.reverse else "carry"
+
     def nodes(self) -> list[Node]:
         """What this kernel computes or loads, operands first; saved values are loaded."""
         return reachable(self.roots, set(self.given))
@@ -71,6 +88,11 @@ class Kernel:
     def leaves(self) -> list[Node]:
         """Leaves that this slice needs."""
         return [n for n in self.nodes() if n.op == "leaf"]
+
+    def states(self) -> set[Node]:
+        """Leaves that hold states at a unit's ends and that this kernel loads: all but those that it walks with."""
+        given = {"carry", "cocarry"} - ({self.role} if self.kind == "scan" else set())
+        return {n for n in self.leaves() if n.role in given}
 
     def giving(self, saved: tuple[Node, ...]) -> Kernel:
         """The kernel with those saved values that it needs."""
@@ -102,6 +124,18 @@ class Plan:
 
     def kernels(self) -> tuple[Kernel, ...]:
         return self.forward + self.backward + (self.parts.kernels() if self.parts else ())
+
+    def rounded(self) -> frozenset[Node]:
+        """States at the units' ends that matrix products alone take, which round them anyway: wherever they are loaded,
+        they may be in the inputs' dtype."""
+        loaded: set[Node] = set()
+        exact: set[Node] = set()
+        for k in self.kernels():
+            rounding = {n for n in k.nodes() if is_matmul(n) and n not in k.wide}
+            others = [n for n in k.nodes() if n not in k.given and n not in rounding and n.op != "rename"]
+            loaded |= k.states()
+            exact |= k.states() & {original(a) for a in (*k.roots, *(a for n in others for a in n.args))}
+        return frozenset(loaded - exact)
 
 
 def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = ()) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant
+from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
 from ttmdsl.schedule import Weight, best_order, peak, with_loads
@@ -51,7 +51,7 @@ class TritonPrinter(Printer):
         self.dot = "tl.float32, INVERSE" if unit == "token" else "DOT, PRECISION"
         self.padding = PaddingAnalysis()
         self.alive = 0.0  # the most tiles alive at once, by weight
-        self.loaded: set[Node] = set()  # values that an earlier kernel saved, in the inputs' dtype
+        self.loaded: set[Node] = set()  # what earlier kernels left in the inputs' dtype
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
         self.place: dict[Node, int] = {}  # an order that may be the best
 
@@ -74,8 +74,7 @@ class TritonPrinter(Printer):
 
     def raw(self, node: Node) -> bool:
         """Whether a value still has the dtype it was loaded in, as products of tiles want it."""
-        while node.op == "rename":
-            node = node.args[0]
+        node = original(node)
         loaded = node.role in ("token", "cot") and any(x not in TOKEN_AXES for x in node.axes)
         return loaded or node in self.loaded
 
@@ -203,8 +202,7 @@ class TritonPrinter(Printer):
         a, b = node.args
         over = node.reduced
         left, right = self._summands((a, b), over)
-        shared = [x for x in a.axes if x in b.axes and x not in over]
-        if len(over) == 1 and not shared and len(a.axes) == len(b.axes) == 2:
+        if is_matmul(node):
             left, right = (t.removesuffix(".to(tl.float32)") if self.raw(n) else t for n, t in ((a, left), (b, right)))
             if node.axes[0] in b.axes:
                 a, b, left, right = b, a, right, left
@@ -252,7 +250,7 @@ def _block(pointer: str, base: str, axes: Axes, order: Axes) -> str:
 def load_block(pointer: str, base: str, axes: Axes, order: Axes, when: str = "") -> str:
     """Loads the tile at block number `base` of a row-major array of blocks; zero beyond the ends, and unless `when`."""
     mask = " & ".join([*([f"({when})"] if when else []), *([inside(axes)] if axes else [])])
-    return f"tl.load({_block(pointer, base, axes, order)}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
+    return f"tl.load({_block(pointer, base, axes, order)}{f', mask={mask}, other=0.0' if mask else ''})"
 
 
 def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -194,10 +194,11 @@ def _entry(found: dict[str, Any]) -> Entry:
 # ---- signatures ---------------------------------------------------------------------------------------------
 
 
-def signature(kind: str, roots: Iterable[Node], given: Iterable[Node] = ()) -> str:
+def signature(kind: str, roots: Iterable[Node], given: Iterable[Node] = (), rounded: Container[Node] = ()) -> str:
     """What a kernel computes, whatever its layer calls it: "scan 4 products 1a2b3c4d5e6f".
 
-    `kind` says how it runs, `given` are the values that it loads. Dims and tensors count by their order of appearance.
+    `kind` says how it runs, `given` are the values that it loads, `rounded` the states that it loads or stores in the
+    inputs' dtype. Dims and tensors count by their order of appearance.
     """
     from ttmdsl.ir import is_product, reachable
 
@@ -212,7 +213,7 @@ def signature(kind: str, roots: Iterable[Node], given: Iterable[Node] = ()) -> s
         if node in known:
             text: tuple[object, ...] = ("given", axes)
         elif node.op == "leaf":
-            text = ("leaf", node.role, leaf(f"{node.role} {node.name}"), axes)
+            text = ("rounded" if node in rounded else "leaf", node.role, leaf(f"{node.role} {node.name}"), axes)
         else:
             attr = [[axis(a) for a in x] if isinstance(x, tuple) else axis(x) for x in node.attr]
             text = (node.op, axes, attr, [place[a] for a in node.args])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, base_dim, reachable
 from ttmdsl.lower import Form
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.plan import Kernel, Kind, carries
@@ -102,8 +102,9 @@ class KernelWriter:
         unit: str,
         printer: TritonPrinter,
         given: Container[Node] = (),
+        rounded: Container[Node] = (),
     ) -> None:
-        self.spec, self.text, self.unit, self.printer = spec, text, unit, printer
+        self.spec, self.text, self.unit, self.printer, self.rounded = spec, text, unit, printer, rounded
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
         self.states = {k: matrix_axes(shape) for k, shape in state_shapes(spec).items() if k != POSITION}
@@ -138,22 +139,34 @@ class KernelWriter:
                 return load_token(pointer, leaf.axes, order)
             case "param":
                 pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
-                return load_block(pointer, "h", leaf.axes, order)
+                return f"{load_block(pointer, 'h', leaf.axes, order)}.to(tl.float32)"
             case "cot":
                 return load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
             case "carry" | "cocarry":
-                return self.load_state("units", PREFIX[leaf.role], leaf.name, leaf.axes, "u * H + h")
+                return self.load_state("units", leaf, "u * H + h")
             case role:
                 raise AssertionError(role)
 
-    def load_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, when: str = "") -> str:
-        """Text that loads a state from the array of starts, units or ends; zero unless `when`."""
-        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
-        return load_block(pointer, base, axes, self.states[name], when)
+    def state(self, kind: str, leaf: Node) -> str:
+        """The pointer to the array of states at the starts, the units or the ends."""
+        prefix = PREFIX[leaf.role]
+        dtype = "input" if self.short(kind, leaf) else "float32"
+        return self.text.pointer(f"{prefix}{leaf.name}_{kind}", f'{prefix}{kind}["{leaf.name}"]', dtype)
 
-    def store_state(self, kind: str, prefix: str, name: str, axes: Axes, base: str, value: str) -> str:
-        pointer = self.text.pointer(f"{prefix}{name}_{kind}", f'{prefix}{kind}["{name}"]', "float32")
-        return store_block(pointer, base, axes, self.states[name], value)
+    def short(self, kind: str, leaf: Node) -> bool:
+        """Whether an array of states is in the inputs' dtype."""
+        return kind == "units" and leaf in self.rounded
+
+    def load_state(self, kind: str, leaf: Node, base: str, when: str = "") -> str:
+        """Text that loads a state from the array of starts, units or ends; zero unless `when`."""
+        text = load_block(self.state(kind, leaf), base, leaf.axes, self.states[leaf.name], when)
+        if not self.short(kind, leaf):
+            return f"{text}.to(tl.float32)"
+        self.printer.loaded.add(leaf)
+        return text
+
+    def store_state(self, kind: str, leaf: Node, base: str, value: str) -> str:
+        return store_block(self.state(kind, leaf), base, leaf.axes, self.states[leaf.name], value)
 
     def saved(self, node: Node, kernel: Kernel) -> str:
         """The pointer to where a value is saved."""
@@ -236,13 +249,14 @@ def _printer(program: Program, spec: LayerSpec, weight: Weight, wide: Container[
     return TritonPrinter(program.builder, Names(taken), program.unit, weight, wide)
 
 
-def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
-    """The text of a scan kernel: a walk over the units of one sequence and head."""
+def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -> KernelText:
+    """The text of a scan kernel: a walk over the units of one sequence and head. `rounded`: the states at the units
+    that are in the inputs' dtype."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
-    text.signature = _signature(kernel, text.way)
+    text.signature = _signature(kernel, text.way, rounded)
     printer = _printer(kernel.program, spec, FULL, kernel.wide)
-    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given)
-    role, prefix = ("cocarry", "d_") if kernel.reverse else ("carry", "")
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
+    role, prefix = kernel.role, PREFIX[kernel.role]
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
     leaves = kernel.leaves()
     results = dict(kernel.carried)
@@ -256,21 +270,20 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
         variable = printer.text[leaf] = printer.names.get(prefix + name)
         # one that no unit hands on is there for the first unit alone
         when = "" if name in results else "step == 0"
-        line = f"{variable} = {writer.load_state(source, prefix, name, leaf.axes, 'n * H + h', when)}"
+        line = f"{variable} = {writer.load_state(source, leaf, 'n * H + h', when)}"
         if name in results:
             variables[name] = variable
         (text.before if name in results else loads).append(line)
         if name in kernel.keeps:
-            text.keep.append(writer.store_state("units", prefix, name, leaf.axes, "u * H + h", variable))
+            text.keep.append(writer.store_state("units", leaf, "u * H + h", variable))
     if kernel.reverse:  # states at the units' starts
-        for leaf in (n for n in leaves if n.role == "carry"):
-            printer.text[leaf] = printer.names.get(leaf.name)
-            loads.append(f"{printer.text[leaf]} = {writer.load_state('units', '', leaf.name, leaf.axes, 'u * H + h')}")
+        loads += [writer.load(leaf) for leaf in leaves if leaf.role == "carry"]
     text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=True))]
     text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
+    ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
     for name, value in results.items():
         if name not in variables:  # no unit reads it: what the last unit hands on is the end
-            store = writer.store_state(target, prefix, name, value.axes, "n * H + h", printer.sanitized(value))
+            store = writer.store_state(target, ends[name], "n * H + h", printer.sanitized(value))
             last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
             text.body += [f"if {last}:", f"    {store}"]
     new = {k: printer.sanitized(results[k]) for k in variables}
@@ -278,16 +291,15 @@ def write_scan(spec: LayerSpec, kernel: Kernel) -> KernelText:
     staged = {k: printer.names.get(f"{variables[k]}_next") for k in moved if len(moved) > 1}
     text.body += [f"{staged[k]} = {new[k]}" for k in staged]
     text.body += [f"{variables[k]} = {staged.get(k, new[k])}" for k in moved]
-    for name, variable in variables.items():
-        text.after.append(writer.store_state(target, prefix, name, results[name].axes, "n * H + h", variable))
+    text.after += [writer.store_state(target, ends[k], "n * H + h", variable) for k, variable in variables.items()]
     return text
 
 
-def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight) -> KernelText:
+def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = ()) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
-    text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind))
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind, rounded))
     printer = _printer(kernel.program, spec, weight)
-    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given)
+    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
     tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
     printer.loads |= {leaf: writer.loaded(leaf) for leaf in tensors}
@@ -316,9 +328,8 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     text.before += before
     for leaf_name, leaf in states.items():
         replay.text[leaf] = printer.names.get(leaf_name)
-        base = "u * H + h"
-        text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', '', leaf_name, leaf.axes, base)}")
-        text.keep.append(writer.store_state("scratch", "", leaf_name, leaf.axes, "slot", replay.text[leaf]))
+        text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', leaf, 'u * H + h')}")
+        text.keep.append(writer.store_state("scratch", leaf, "slot", replay.text[leaf]))
     text.keep += [*loads, *replay.emit(v for k, v in forward.items() if k in states)]
     new = {k: replay.sanitized(v) for k, v in forward.items() if k in states}
     staged = {k: printer.names.get(f"{replay.text[states[k]]}_next") for k in new}
@@ -330,12 +341,12 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     text.body += loads
     for leaf in (n for n in reachable(roots) if n.role == "carry"):
         printer.text[leaf] = printer.names.get(leaf.name)
-        text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', '', leaf.name, leaf.axes, 'slot')}")
+        text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', leaf, 'slot')}")
     variables: dict[str, str] = {}
-    for key, value in forward.items():
-        leaf = form.backward.builder.leaf("cocarry", key, value.axes)
+    ends = {k: form.backward.builder.leaf("cocarry", k, v.axes) for k, v in forward.items()}
+    for key, leaf in ends.items():
         variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
-        text.before.append(f"{variables[key]} = {writer.load_state('end', 'd_', key, leaf.axes, 'n * H + h')}")
+        text.before.append(f"{variables[key]} = {writer.load_state('end', leaf, 'n * H + h')}")
     text.body += printer.emit(roots)
     text.alive = round(max(printer.alive, replay.alive) + sum(map(FULL, forward.values())), 1)
     params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
@@ -356,13 +367,12 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     staged = {k: printer.names.get(f"{variables[k]}_next") for k in d_new}
     text.body += [f"{staged[k]} = {d_new[k]}" for k in d_new]
     text.body += [f"{variables[k]} = {staged[k]}" for k in d_new]
-    for key, value in forward.items():
-        text.after.append(writer.store_state("start", "d_", key, value.axes, "n * H + h", variables[key]))
+    text.after += [writer.store_state("start", leaf, "n * H + h", variables[k]) for k, leaf in ends.items()]
     return text
 
 
-def _signature(kernel: Kernel, way: str) -> str:
-    return signature(f"{kernel.program.unit} {way}", kernel.roots, kernel.given)
+def _signature(kernel: Kernel, way: str, rounded: Container[Node]) -> str:
+    return signature(f"{kernel.program.unit} {way}", kernel.roots, kernel.given, rounded)
 
 
 def _doc(kernel: Kernel) -> str:
