@@ -16,6 +16,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"label": "T=21, cut at 6", "tokens": 21, "heads": 2, "dims": (12, 20, 9), "cuts": (6,)},
     {"label": "packed 5+0+1", "dims": (5, 3), "lengths": (5, 0, 1)},
     {"label": "T=9, dims 60 and 24", "tokens": 9, "dims": (60, 24), "state": False},
+    {"label": "T=3, y alone", "tokens": 3, "state": False, "final": False},
 )
 
 
@@ -56,6 +57,32 @@ def test_kernels_are_the_reference(layer: str, interpreter: ProcessPoolExecutor)
 @pytest.mark.parametrize("layer", ttmdsl.layers())
 def test_bfloat16_as_a_gpu_computes_it(layer: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(misses, layer, {}, "bfloat16", HALF).result() == []
+
+
+def end_alone(layer: str) -> list[float]:
+    """Errors of the inputs' gradients where the loss is of the final state alone, from a state that needs no gradient;
+    in the other process."""
+    import torch
+
+    from ttmdsl.drawing import Shape, draw
+    from ttmdsl.parity import relative_error
+
+    module = ttmdsl.load(layer)
+    drawn = draw(module, Shape("", tokens=21, heads=2, dims=(12, 20)))
+    state = {key: t for key, t in drawn.state.items() if key in module.MEMORY}
+    found = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        x = {key: t.to(dtype).requires_grad_() for key, t in drawn.x.items()}
+        _, final = module.op(**x, initial_state=state, output_final_state=True, backend=backend)
+        loss = sum(t.sin().sum() for key, t in final.items() if key in module.MEMORY)
+        grads = torch.autograd.grad(loss, [*x.values()], allow_unused=True, materialize_grads=True)
+        found.append([t.double() for t in grads])
+    return [relative_error(got, expected) for expected, got in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("layer", ["gated_delta_net", "ttt_linear", "lattice_enc", "longhorn"])
+def test_the_final_state_alone_has_gradients(layer: str, interpreter: ProcessPoolExecutor) -> None:
+    assert max(interpreter.submit(end_alone, layer).result()) < 1e-5
 
 
 def product() -> tuple[float, float, bool]:

@@ -127,6 +127,32 @@ def states_are_kept_only_where_a_backward_pass_may_follow() -> None:
     assert kept == [True] * 2 + [False] * 4  # the inverse, and the scan
 
 
+def absent(module: Any, use: Callable[[torch.Tensor, dict[str, torch.Tensor] | None], Any], **how: Any) -> set[str]:
+    """Pointers that kernels get no tensor for, forward and backward of what is used of the results."""
+    x = {key: t.float().requires_grad_() for key, t in draw(module, Shape("", tokens=70, dims=(16,))).x.items()}
+    found: set[str] = set()
+
+    def launch(place: Any, kernel: Any, pointers: tuple[torch.Tensor | None, ...], keep: bool) -> None:
+        names = module.KERNEL_POINTERS[kernel.fn.__name__]
+        found.update(name for name, t in zip(names, pointers, strict=True) if t is None)
+
+    with mock.patch.object(module._Schedule, "launch", launch):
+        use(*module.op(**x, backend="triton", **how)).sum().backward()
+    return found
+
+
+def states_that_nobody_gives_or_asks_for_are_absent() -> None:
+    module = ttmdsl.load("gated_delta_net")
+    S = torch.zeros(1, 1, 16, 16)
+    alone = absent(module, lambda y, _: y)
+    assert alone == {"S_start_ptr", "S_end_ptr", "d_S_start_ptr", "d_S_end_ptr"}
+    unused = absent(module, lambda y, _: y, initial_state={"S": S}, output_final_state=True)
+    assert unused == {"d_S_start_ptr", "d_S_end_ptr"}
+    used = absent(module, lambda _, end: end["S"], initial_state={"S": S.requires_grad_()}, output_final_state=True)
+    assert used == set()
+    assert "S_start_ptr" not in absent(ttmdsl.load("ttt_norm"), lambda y, _: y)  # orthonormal columns
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -135,6 +161,7 @@ def states_are_kept_only_where_a_backward_pass_may_follow() -> None:
         what_is_kept_or_not_is_another_kernel,
         what_is_interpreted_is_never_launched_directly,
         states_are_kept_only_where_a_backward_pass_may_follow,
+        states_that_nobody_gives_or_asks_for_are_absent,
     ],
     ids=lambda case: case.__name__,
 )

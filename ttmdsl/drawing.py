@@ -25,7 +25,7 @@ class Shape:
 
     `cuts`: the sequence is fed in pieces that end there. `lengths`: sequences of those lengths, packed along T; `batch`
     and `tokens` do not count then. `state`: whether an initial state is given (it is in any case where the layer's
-    inputs do not tell its size).
+    inputs do not tell its size). `final`: whether the final state is asked for.
     """
 
     label: str
@@ -36,6 +36,7 @@ class Shape:
     cuts: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     state: bool = True
+    final: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def token_kernel(form: Form) -> Kernel:
 @dataclass(frozen=True)
 class FormTexts:
     """The kernels of one form as text, and which states they keep at every unit's start, as "input" (in the inputs'
-    dtype) or "float32", or hand on.
+    dtype) or "float32".
 
     `saved` and `saved_late` name the values saved by forward and by backward kernels, with the axes of their tiles.
     """
@@ -40,7 +40,6 @@ class FormTexts:
     backward: tuple[KernelText, ...]
     kept: dict[str, str]
     d_kept: dict[str, str]
-    carried: list[str]
     saved: dict[str, Axes] = field(default_factory=dict)
     saved_late: dict[str, Axes] = field(default_factory=dict)
     carry: KernelText | None = None
@@ -89,9 +88,8 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
         texts.append(_form_texts(spec, found, weight))
     token = token_kernel(last)
     backward = write_token_backward(spec, last, "_token_backward_kernel")
-    carried = [k for k, _ in token.carried]
     scan = write_scan(spec, token)
-    texts.append(FormTexts("token", (scan,), (backward,), dict.fromkeys(token.keeps, "float32"), {}, carried))
+    texts.append(FormTexts("token", (scan,), (backward,), dict.fromkeys(token.keeps, "float32"), {}))
     return texts
 
 
@@ -113,7 +111,6 @@ def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
         tuple(map(write, p.backward)),
         kept(scans[0], "carry"),
         kept(scans[1], "cocarry"),
-        [k for k, _ in scans[0].carried],
         {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},
         write(p.parts.carry) if p.parts else None,

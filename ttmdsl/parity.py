@@ -79,23 +79,26 @@ SHAPES = (
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-def _whole(module: Any, x: Tensors, state: Tensors | None, backend: str) -> tuple[Tensor, Tensors]:
-    y, final = module.op(**x, initial_state=state, output_final_state=True, backend=backend)
-    return y, final
+def _whole(
+    module: Any, x: Tensors, state: Tensors | None, backend: str, final: bool = True, **packed: Tensor
+) -> tuple[Tensor, Tensors]:
+    """y and the final state, which is empty where it is not asked for."""
+    y, end = module.op(**x, initial_state=state, output_final_state=final, backend=backend, **packed)
+    return y, end or {}
 
 
 def _span(module: Any, x: Tensors, start: int, end: int) -> Tensors:
     return {key: t if key in module.PARAMS else t[:, start:end] for key, t in x.items()}
 
 
-def _by_oracle(module: Any, drawn: Drawn, oracle: str) -> tuple[Tensor, Tensors]:
+def _by_oracle(module: Any, drawn: Drawn, shape: Shape, oracle: str) -> tuple[Tensor, Tensors]:
     """The whole of it, or each packed sequence by itself."""
     if not drawn.bounds:
-        return _whole(module, drawn.x, drawn.state, oracle)
+        return _whole(module, drawn.x, drawn.state, oracle, shape.final)
     ys, finals = [], []
     for n, (start, end) in enumerate(pairwise(drawn.bounds)):
         state = drawn.state and {key: t[n : n + 1] for key, t in drawn.state.items()}
-        y, final = _whole(module, _span(module, drawn.x, start, end), state, oracle)
+        y, final = _whole(module, _span(module, drawn.x, start, end), state, oracle, shape.final)
         ys.append(y)
         finals.append(final)
     return torch.cat(ys, 1), {key: _stacked([final[key] for final in finals]) for key in finals[0]}
@@ -114,13 +117,11 @@ def _by_backend(module: Any, drawn: Drawn, shape: Shape, backend: str) -> tuple[
     """In pieces, each from the state that the last one left; packed sequences in one call."""
     if drawn.bounds:
         bounds = torch.tensor(drawn.bounds, device=next(iter(drawn.x.values())).device)
-        y, final = module.op(
-            **drawn.x, initial_state=drawn.state, output_final_state=True, cu_seqlens=bounds, backend=backend
-        )
-        return y, final
+        return _whole(module, drawn.x, drawn.state, backend, shape.final, cu_seqlens=bounds)
     ys, state = [], drawn.state
     for start, end in zip((0, *shape.cuts), (*shape.cuts, shape.tokens), strict=True):
-        y, state = _whole(module, _span(module, drawn.x, start, end), state, backend)
+        final = shape.final or end < shape.tokens
+        y, state = _whole(module, _span(module, drawn.x, start, end), state, backend, final)
         ys.append(y)
     assert state is not None
     return torch.cat(ys, 1), state
@@ -231,13 +232,13 @@ def _steady(module: Any, shape: Shape, dtype: torch.dtype, device: torch.device,
     for strength, fading in _CALMER:
         drawn = draw(module, shape, dtype=dtype, seed=seed, strength=strength, fading=fading)
         exact = _leaves(drawn, torch.float64, device)
-        expected = _quantities(exact, *_by_oracle(module, exact, oracle), seed)
+        expected = _quantities(exact, *_by_oracle(module, exact, shape, oracle), seed)
         others = [] if half else [_leaves(drawn, torch.float32, device)]
         if dtype != torch.float64:  # float32 by itself may be lucky
             others.append(_leaves(_disturbed(drawn, dtype, seed), torch.float64, device))
         lost: dict[str, float] = {}
         for given in others:
-            other = _quantities(given, *_by_oracle(module, given, oracle), seed)
+            other = _quantities(given, *_by_oracle(module, given, shape, oracle), seed)
             for row in _rows(oracle, dtype if half else torch.float32, shape, other, expected):
                 error = row.error if row.error == row.error else math.inf
                 lost[row.quantity] = max(error, lost.get(row.quantity, 0.0))

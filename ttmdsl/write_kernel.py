@@ -168,6 +168,21 @@ class KernelWriter:
     def store_state(self, kind: str, leaf: Node, base: str, value: str) -> str:
         return store_block(self.state(kind, leaf), base, leaf.axes, self.states[leaf.name], value)
 
+    def first_state(self, variable: str, kind: str, leaf: Node, base: str, when: str = "") -> list[str]:
+        """Lines that load a state that a walk begins with: zeros, where there is no array of them.
+
+        A walk over single tokens lays states out as they are loaded, and takes more registers for zeros: it has arrays.
+        """
+        load = f"{variable} = {self.load_state(kind, leaf, base, when)}"
+        if self.unit == "token":
+            return [load]
+        zeros = f"{variable} = tl.zeros({shape(leaf.axes)}, tl.float32)"
+        return [zeros, f"if {self.state(kind, leaf)} is not None:", f"    {load}"]
+
+    def last_state(self, kind: str, leaf: Node, base: str, value: str) -> list[str]:
+        """Lines that store a state that a walk ends with, where there is an array of them."""
+        return [f"if {self.state(kind, leaf)} is not None:", f"    {self.store_state(kind, leaf, base, value)}"]
+
     def saved(self, node: Node, kernel: Kernel) -> str:
         """The pointer to where a value is saved."""
         name = saved_name(self.printer.builder, node, kernel.exact)
@@ -270,10 +285,10 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
         variable = printer.text[leaf] = printer.names.get(prefix + name)
         # one that no unit hands on is there for the first unit alone
         when = "" if name in results else "step == 0"
-        line = f"{variable} = {writer.load_state(source, leaf, 'n * H + h', when)}"
+        lines = writer.first_state(variable, source, leaf, "n * H + h", when)
         if name in results:
             variables[name] = variable
-        (text.before if name in results else loads).append(line)
+        (text.before if name in results else loads).extend(lines)
         if name in kernel.keeps:
             text.keep.append(writer.store_state("units", leaf, "u * H + h", variable))
     if kernel.reverse:  # states at the units' starts
@@ -283,15 +298,16 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
     ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
     for name, value in results.items():
         if name not in variables:  # no unit reads it: what the last unit hands on is the end
-            store = writer.store_state(target, ends[name], "n * H + h", printer.sanitized(value))
+            stores = writer.last_state(target, ends[name], "n * H + h", printer.sanitized(value))
             last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
-            text.body += [f"if {last}:", f"    {store}"]
+            text.body += [f"if {last}:", *(f"    {line}" for line in stores)]
     new = {k: printer.sanitized(results[k]) for k in variables}
     moved = [k for k in new if new[k] != variables[k]]
     staged = {k: printer.names.get(f"{variables[k]}_next") for k in moved if len(moved) > 1}
     text.body += [f"{staged[k]} = {new[k]}" for k in staged]
     text.body += [f"{variables[k]} = {staged.get(k, new[k])}" for k in moved]
-    text.after += [writer.store_state(target, ends[k], "n * H + h", variable) for k, variable in variables.items()]
+    for name, variable in variables.items():
+        text.after += writer.last_state(target, ends[name], "n * H + h", variable)
     return text
 
 
@@ -346,7 +362,7 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     ends = {k: form.backward.builder.leaf("cocarry", k, v.axes) for k, v in forward.items()}
     for key, leaf in ends.items():
         variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
-        text.before.append(f"{variables[key]} = {writer.load_state('end', leaf, 'n * H + h')}")
+        text.before += writer.first_state(variables[key], "end", leaf, "n * H + h")
     text.body += printer.emit(roots)
     text.alive = round(max(printer.alive, replay.alive) + sum(map(FULL, forward.values())), 1)
     params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
@@ -367,7 +383,8 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     staged = {k: printer.names.get(f"{variables[k]}_next") for k in d_new}
     text.body += [f"{staged[k]} = {d_new[k]}" for k in d_new]
     text.body += [f"{variables[k]} = {staged[k]}" for k in d_new]
-    text.after += [writer.store_state("start", leaf, "n * H + h", variables[k]) for k, leaf in ends.items()]
+    for key, leaf in ends.items():
+        text.after += writer.last_state("start", leaf, "n * H + h", variables[key])
     return text
 
 

@@ -95,9 +95,10 @@ def resolved(case: Case) -> str:
 def verdict(module: Any, case: Case) -> tuple[float, str]:
     """The worst relative error of outputs, final states and gradients, and what misses, if anything does.
 
-    At lengths of whole units, whose kernels need no masks, at others, and for one token from a state, as in decoding;
-    without gradients the outputs must be the same. The oracle is the reference where the torch backend is what is
-    timed, else that backend in float64, which the tests hold to the reference.
+    At lengths of whole units, whose kernels need no masks, with states that are given and asked for and without; at
+    others; and for one token from a state, as in decoding. Without gradients the outputs must be the same. The oracle
+    is the reference where the torch backend is what is timed, else that backend in float64, which the tests hold to
+    the reference.
     """
     from ttmdsl.drawing import Shape
     from ttmdsl.parity import parity
@@ -105,7 +106,8 @@ def verdict(module: Any, case: Case) -> tuple[float, str]:
     backend, (_, _, H, D) = resolved(case), case.shape
     lengths = (33,) if backend == "torch" else (128, 67)
     alike = Shape("", heads=H, dims=dims_at(module, D))  # kernels know the number of heads
-    shapes = [replace(alike, label=f"T={T}", tokens=T, state=False) for T in lengths]
+    shapes = [replace(alike, label=f"T={T}", tokens=T, state=lengths[0] == T) for T in lengths]
+    shapes.append(replace(alike, label="y alone", tokens=lengths[0], state=False, final=False))
     shapes.append(replace(alike, label="a step", batch=2))
     oracle = "reference" if backend == "torch" else "torch"
     dtypes = [case.torch_dtype]
