@@ -123,9 +123,10 @@ class Interpreter:
             case "norm_scan":
                 return self._tame(node, self._norms(*args))
             case "norm_slopes":
-                return self._log_slopes(*args)
+                return self._norm_slopes(*args)
             case "norm_adjoint":
-                return self._tame(node, self._norm_adjoint(*args))
+                eye = torch.eye(len(args[1]), dtype=torch.float64)
+                return torch.linalg.solve(eye + args[0].permute(2, 1, 0), args[1].T[..., None])[..., 0].T
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 return self._decayed(node, args)
             case _:
@@ -175,26 +176,13 @@ class Interpreter:
             seen = norms[-1] * (mu * seen + overlap)
         return torch.stack(norms)
 
-    def _log_slopes(self, g: Tensor, p: Tensor, w: Tensor, r: Tensor, a: Tensor, c: Tensor, n: Tensor) -> Tensor:
-        """[t, s, channel]: the squared norm of t by log n_s, through autograd; all other norms as they are."""
-
-        def squares(log_n: Tensor) -> Tensor:
-            seen, found = p, []
-            for t in range(len(g)):
-                mu, norm = torch.exp2(g[t]), log_n[t].exp()
-                found.append(2 * mu * seen[t])
-                seen = norm * (mu * seen + w[t][:, None] * r[t] * r + a[t] * c + c[t] * a)
-            return torch.stack(found)
-
-        slopes = torch.autograd.functional.jacobian(squares, n.log().where(n > 0, 0.0))
-        return torch.einsum("tcsc->tsc", slopes)
-
-    def _norm_adjoint(self, slopes: Tensor, n: Tensor, d: Tensor) -> Tensor:
-        """Cotangent of the squared norms: a triangular system for every channel."""
-        eye = torch.eye(len(n), dtype=n.dtype)[:, :, None]
-        half = -0.5 * n**2  # d n / d square = half n
-        system = (eye - half[:, None] * slopes.transpose(0, 1)).permute(2, 0, 1)
-        return torch.linalg.solve(system, (half * n * d).T[..., None])[..., 0].T
+    def _norm_slopes(self, w: Tensor, x: Tensor, r: Tensor, a: Tensor, c: Tensor, *earlier_and_logs: Tensor) -> Tensor:
+        """[t, s, channel]: what is added up to s under the decays to t; masked before the exponential."""
+        r_u, a_u, c_u, gq, gk = earlier_and_logs
+        strict = self.keep("strict", ("t", "s"))[:, :, None]
+        decay = torch.exp2((gq[:, None] - gk).masked_fill(~strict, -torch.inf))
+        added = w[:, :, None] * (r[:, None] * r_u) + a[:, None] * c_u + c[:, None] * a_u
+        return (x[:, None] + (decay * added).cumsum(1)).where(strict, 0.0)
 
     def _decayed(self, node: Node, args: list[Tensor]) -> Tensor:
         """The three products under a decay per channel, over [t, s, channel]; masked before the exponential."""

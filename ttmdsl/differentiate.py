@@ -170,12 +170,15 @@ def _decay_mix_t(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
 def _norm_scan(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     # squared norm = e + 2^(g+1) x, where x_t = 2^before_t p_t + sum_{s<t} n_s 2^(before_t - total_s) w_t . w_s
     e, g, p, w, r, a, c = n.args
-    slopes = b.make("norm_slopes", (g, p, w, r, a, c, n), ("s", *n.axes))
-    d_square = b.make("norm_adjoint", (slopes, n, d), n.axes)
     own = b.add(g, b.map("log2", n))
     total = b.cumsum(own)
     before, after = b.sub(total, own), b.rename(total, "t", "s")
-    every = b.mask(b.const(1.0), "strict")
+    start, every = b.map("exp2", before), b.mask(b.const(1.0), "strict")
+    square = b.mul(n, n)
+    by_x = b.mul(square, b.map("exp2", g))  # how log(1 / n_t) moves with x_t, where n_s scales what is up to s
+    later = [b.mul(by_x, v) for v in (b.mul(start, p), r, a, c)]
+    slopes = b.make("norm_slopes", (w, *later, *(b.mul(n, v) for v in (r, a, c)), before, after), ("s", *n.axes))
+    d_log = b.make("norm_adjoint", (slopes, b.neg(b.mul(n, d))), n.axes)
 
     def past(weights: Node, x: Node) -> Node:
         return b.decay_mix(weights, b.rename(b.mul(n, x), "t", "s"), before, after, "strict")
@@ -183,13 +186,13 @@ def _norm_scan(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     def future(weights: Node, x: Node) -> Node:
         return b.mul(n, b.rename(b.decay_mix_t(weights, x, before, after, "strict"), "s", "t"))
 
-    d_x = b.mul(d_square, b.map("exp2", b.add(g, b.const(1.0))))
-    start, by_r, by_c, by_a = b.map("exp2", before), past(w, r), past(every, c), past(every, a)
+    d_x = b.mul(by_x, d_log)
+    by_r, by_c, by_a = past(w, r), past(every, c), past(every, a)
     to_r, to_c, to_a = future(w, b.mul(d_x, r)), future(every, b.mul(d_x, a)), future(every, b.mul(d_x, c))
     x = b.add(b.add(b.mul(start, p), b.mul(r, by_r)), b.add(b.mul(a, by_c), b.mul(c, by_a)))
     d_before = b.mul(b.const(LN2), b.mul(d_x, x))
     d_after = b.mul(b.const(-LN2), b.add(b.mul(r, to_r), b.add(b.mul(c, to_c), b.mul(a, to_a))))
-    yield e, d_square
+    yield e, b.mul(b.const(0.5), b.mul(square, d_log))
     yield g, b.cumsum(b.add(d_before, d_after), reverse=True)
     yield p, b.mul(start, d_x)
     yield w, b.decay_dot(b.mul(d_x, r), b.rename(b.mul(n, r), "t", "s"), before, after, "strict", n.axes[1])

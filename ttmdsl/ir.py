@@ -27,10 +27,11 @@ log2 takes 0 for a number next to it: a share that has underflowed still has a l
           | decay_mix(a, k, gq, gk; mask)          out[t, c] = sum_s a[t,s] k[s,c] 2^(gq[t,c] - gk[s,c]), masked
           | decay_mix_t(a, q, gq, gk; mask)        out[s, c] = sum_t a[t,s] q[t,c] 2^(gq[t,c] - gk[s,c]), masked
           | norm_scan(e, g, p, w, r, a, c)         n[t, c] = 1/|2^g_t x_{t-1} + w_t|, x_t = n_t (2^g_t x_{t-1} + w_t)
-          | norm_slopes(g, p, w, r, a, c, n)       [t, s, c]: what moves norm t, of n_s; for norm_adjoint
-          | norm_adjoint(slopes, n, d)             cotangent of the squared norms, from that of n
+          | norm_slopes(w, x, r, a, c, R, A, C, gq, gk)  m[t, s, c] = x_t
+                         + sum_{u <= s} 2^(gq_t - gk_u) (w[t,u] r_t R_u + a_t C_u + c_t A_u), for s < t
+          | norm_adjoint(m, d)                     y[s, c] = d_s - sum_{t > s} m[t, s] y_t
 
-In the last three, vectors x (one for each c) are pushed by writes w_t and normalised after each; of them are given
+In norm_scan, vectors x (one for each c) are pushed by writes w_t and normalised after each; of them are given
 the inner products alone: e_t = |w_t|^2 + 4^g_t |x_{t-1}|^2, p_t = x_start . w_t and
 w_t . w_s = w[t,s] r_t r_s + a_t c_s + c_t a_s.
 """

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from ttmdsl.collect import is_matrix_product
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, constant
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, base_dim, constant
 from ttmdsl.printer import Printer, strip
 
 NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
@@ -54,16 +54,23 @@ class TorchPrinter(Printer):
     constants = CONSTANTS
 
     def operands(self, node: Node) -> tuple[Node, ...]:
-        """Also what products under the same decays per channel share, and what slopes of norms are made of: values of
-        this printer alone, for all units at once where they are free of the carry."""
-        if node.op in DECAYED:
-            logarithms = node.args[2:]
-            decays = self.builder.make("decays", logarithms, logarithms[0].axes, node.attr[0])
-            x, y = node.args[:2]
-            return (x if node.op == "decay_dot" else self.builder.mask(x, node.attr[0])), y, decays
-        if node.op == "norm_slopes":
-            return (self.builder.make("norm_slopes_of", node.args, node.args[-1].axes),)
+        """Also what products under the same decays per channel share, what norms are found with and what their slopes
+        are made of: values of this printer alone, for all units at once where they are free of the carry."""
+        match node.op:
+            case op if op in DECAYED:
+                x, y, gq, gk = node.args
+                kept = x if op == "decay_dot" else self.builder.mask(x, node.attr[0])
+                return kept, y, self._decays(gq, gk, str(node.attr[0]))
+            case "norm_scan":
+                e, g, *rest = node.args
+                return self.builder.make("norm_walk", (g,), node.axes), e, *rest
+            case "norm_slopes":
+                *parts, gq, gk = node.args
+                return (self.builder.make("norm_slopes_of", (self._decays(gq, gk, "strict"), *parts), gq.axes),)
         return super().operands(node)
+
+    def _decays(self, gq: Node, gk: Node, kind: str) -> Node:
+        return self.builder.make("decays", (gq, gk), gq.axes, kind)
 
     def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
         joined = {}
@@ -82,7 +89,7 @@ class TorchPrinter(Printer):
         return False
 
     def wish(self, node: Node) -> str:
-        return {"decays": "decays", "norm_slopes_of": "slopes"}.get(node.op) or super().wish(node)
+        return {"decays": "decays", "norm_walk": "walk", "norm_slopes_of": "slopes"}.get(node.op) or super().wish(node)
 
     def operand(self, node: Node, target: Axes) -> str:
         return aligned(self.text[node], node.axes, target) if self.is_tile(node) else self.text[node]
@@ -100,7 +107,7 @@ class TorchPrinter(Printer):
         number = constant(node)
         if number is None:
             return self.text[node]
-        like = "unit.lower" if set(node.axes) <= set(TOKEN_AXES) else "unit.lower[:, :1]"
+        like = "unit.lower[None]" if set(node.axes) <= set(TOKEN_AXES) else "unit.lower[None, :, :1]"
         return f"torch.full_like({like}, {number!r}, dtype=unit.one.dtype)"
 
     def expression(self, node: Node) -> str:
@@ -175,10 +182,13 @@ class TorchPrinter(Printer):
                 return f"_decays({', '.join(map(self.tile, args))}, unit.{node.attr[0]})"
             case "norm_slopes":
                 return f"{self.text[self.operands(node)[0]]}()"
-            case "norm_slopes_of":
-                return f"_norm_slopes({', '.join(map(self.tile, args))})"
-            case "norm_scan" | "norm_adjoint":
-                return f"_{node.op}({', '.join(map(self.tile, args))})"
+            case "norm_walk":
+                return f'_norm_walk({self.tile(args[0])}, unit, "{base_dim(axes[-1])}")'
+            case "norm_scan":
+                walk, *values = self.operands(node)
+                return f"{self.text[walk]}({', '.join(map(self.tile, values))})"
+            case "norm_slopes_of" | "norm_adjoint":
+                return f"_{node.op.removesuffix('_of')}({', '.join(map(self.tile, args))})"
             case _:
                 assert node.op in UNARY, node.op
                 return f"torch.{node.op}({strip(ops[0])})"
