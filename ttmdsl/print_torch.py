@@ -187,8 +187,10 @@ class TorchPrinter(Printer):
             case "norm_scan":
                 walk, *values = self.operands(node)
                 return f"{self.text[walk]}({', '.join(map(self.tile, values))})"
-            case "norm_slopes_of" | "norm_adjoint":
-                return f"_{node.op.removesuffix('_of')}({', '.join(map(self.tile, args))})"
+            case "norm_slopes_of":
+                return f"_norm_slopes(unit, {', '.join(map(self.tile, args))})"
+            case "norm_adjoint":
+                return f"_norm_adjoint({', '.join(map(self.tile, args))})"
             case _:
                 assert node.op in UNARY, node.op
                 return f"torch.{node.op}({strip(ops[0])})"
