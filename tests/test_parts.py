@@ -140,7 +140,8 @@ def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[in
     sizes = tuple(module._sizes(drawn.x, final).items())
     device = torch.device("cpu")
     schedule = module._schedule("chunk", tuple(bounds), (0,) * (len(bounds) - 1), 2, sizes, torch.float32, device)
-    return [b + 1 - a for a, b in zip(schedule.first.tolist(), schedule.last.tolist(), strict=True)], errors
+    first, last = (torch.arange(schedule.N)[index].tolist() for index in (schedule.first, schedule.last))
+    return [b + 1 - a for a, b in zip(first, last, strict=True)], errors
 
 
 @pytest.mark.parametrize(
