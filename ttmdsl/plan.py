@@ -56,7 +56,7 @@ class Kernel:
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
     `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
-    a value for every token in the inputs' dtype. `wide` products take float32 where others take the inputs' dtype.
+    a value for every token in the inputs' dtype. `wide` products have twice its digits.
     """
 
     name: str
