@@ -155,3 +155,33 @@ def test_newton_schulz_does_not_enlarge_rounding(interpreter: ProcessPoolExecuto
     fast, full = interpreter.submit(newton_schulz).result()
     assert fast < 1e-4  # with plain tf32 1e-3
     assert full < 1e-4
+
+
+def inverse() -> tuple[list[float], bool]:
+    """What (I - n)^-1 loses where float16 holds it, and where it does not; in the other process."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    globals()["invert"] = ttmdsl.load("gated_delta_net")._tile_inverse  # where an interpreted kernel looks for names
+
+    @triton.jit
+    def kernel(n_ptr, y_ptr, INVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(y_ptr + at, invert(tl.load(n_ptr + at), 32, INVERSE))  # noqa: F821
+
+    torch.manual_seed(0)
+    errors = []
+    for size in (0.3, 3.0):
+        n = size * torch.randn(32, 32).tril(-1)
+        y = torch.zeros(32, 32)
+        kernel[(1,)](n, y, "tf32")
+        exact = torch.linalg.inv(torch.eye(32, dtype=torch.float64) - n.double())
+        errors.append(float((y - exact).norm() / exact.norm()))
+    return errors, bool(exact.abs().max() > 1e5)
+
+
+def test_an_inverse_that_leaves_the_range_of_float16(interpreter: ProcessPoolExecutor) -> None:
+    errors, large = interpreter.submit(inverse).result()
+    assert large
+    assert max(errors) < 5e-3

@@ -8,9 +8,9 @@ from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Program, is_matmul, original
+from ttmdsl.ir import Program, is_matmul, is_product, original, reachable
 from ttmdsl.lower import Form
-from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split
+from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split, steep
 from ttmdsl.schedule import weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, staged
 
@@ -161,3 +161,33 @@ def test_a_rounded_state_is_loaded_for_matrix_products_alone(form: Form, found: 
             names = {n for n in kernel.nodes() if original(n) is state}
             assert not names & set(kernel.roots)
             assert all(is_matmul(n) and n not in kernel.wide for n in users if names & set(n.args))
+
+
+@pytest.mark.parametrize(
+    ("name", "consts", "expected"),
+    [("lattice_enc", {"b": 4, "project": 0}, True), ("ttt_norm", {"b": 4}, False), ("gated_delta_net", {}, False)],
+)
+def test_products_are_wide_where_a_state_is_divided_by_its_length(
+    name: str, consts: dict[str, float], expected: bool
+) -> None:
+    form = forms(name, consts)["chunk"]
+    found = plan("chunk", form, FULL)
+    assert steep(form.forward) == expected
+    for kernel in found.kernels():
+        chain = reachable((v for _, v in kernel.carried), set(kernel.given))
+        products = {n for n in chain if is_product(n)} if expected and kernel.kind == "scan" else set()
+        assert kernel.wide >= products
+        assert bool(kernel.wide) == bool(products)
+        between = {n for n in (*kernel.saves, *kernel.given) if kernel.kind == "scan"} if expected else set()
+        assert between <= kernel.exact
+
+
+def test_a_vector_is_saved_for_a_scan_that_would_multiply_for_it_alone() -> None:
+    """What a backward scan takes of the inputs and the state's direction alone comes from the kernel before it."""
+    backward = plan("chunk", forms("lattice_sim", {"b": 4, "project": 0})["chunk"], FULL).backward
+    free, scan = backward[:2]
+    vectors = [n for n in scan.given if len(n.axes) == 1]
+    assert vectors
+    assert set(vectors) <= set(free.saves)
+    for vector in vectors:
+        assert any(is_product(n) for n in reachable([vector]))
