@@ -119,21 +119,31 @@ def test_the_interpreters_bfloat16_is_mended(interpreter: ProcessPoolExecutor) -
     assert restored
 
 
-def newton_schulz() -> tuple[float, float]:
-    """What a matrix of almost one direction loses in Newton-Schulz, in tf32 and in full; in the other process."""
+def of_tile(layer: str, name: str, x: Any, number: int, precision: str) -> Any:
+    """What a helper of a layer's module makes of one tile [32, 32]."""
     import torch
     import triton
     import triton.language as tl
 
-    from ttmdsl.interpreted import rounded
-    from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-
-    globals()["tile"] = ttmdsl.load("atlas_linear")._tile_newton_schulz  # where an interpreted kernel looks for names
+    globals()["tile"] = getattr(ttmdsl.load(layer), name)  # where an interpreted kernel looks for names
 
     @triton.jit
-    def kernel(x_ptr, y_ptr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    def kernel(x_ptr, y_ptr, NUMBER: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
         at = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        tl.store(y_ptr + at, tile(tl.load(x_ptr + at), 5, PRECISION))  # noqa: F821
+        tl.store(y_ptr + at, tile(tl.load(x_ptr + at), NUMBER, PRECISION))  # noqa: F821
+
+    y = torch.zeros(32, 32)
+    kernel[(1,)](x, y, number, precision)
+    return y
+
+
+def newton_schulz() -> tuple[float, float]:
+    """What a matrix of almost one direction loses in Newton-Schulz, in tf32 and in full; in the other process."""
+    import torch
+
+    from ttmdsl.interpreted import rounded
+    from ttmdsl.lower_optimizer import NEWTON_SCHULZ
+    from ttmdsl.parity import relative_error
 
     torch.manual_seed(0)
     x = torch.outer(torch.randn(32), torch.randn(32)) + 1e-3 * torch.randn(32, 32)
@@ -142,13 +152,10 @@ def newton_schulz() -> tuple[float, float]:
     for _ in range(5):
         gram = exact @ exact.mT
         exact = first * exact + (third * gram + fifth * gram @ gram) @ exact
-    errors = []
-    for precision in ("tf32", "ieee"):
-        y = torch.zeros(32, 32)
-        with rounded():
-            kernel[(1,)](x, y, precision)
-        errors.append(float((y - exact).norm() / exact.norm()))
-    return errors[0], errors[1]
+    with rounded():
+        found = [of_tile("atlas_linear", "_tile_newton_schulz", x, 5, precision) for precision in ("tf32", "ieee")]
+    fast, full = (relative_error(y.double(), exact) for y in found)
+    return fast, full
 
 
 def test_newton_schulz_does_not_enlarge_rounding(interpreter: ProcessPoolExecutor) -> None:
@@ -160,24 +167,16 @@ def test_newton_schulz_does_not_enlarge_rounding(interpreter: ProcessPoolExecuto
 def inverse() -> tuple[list[float], bool]:
     """What (I - n)^-1 loses where float16 holds it, and where it does not; in the other process."""
     import torch
-    import triton
-    import triton.language as tl
 
-    globals()["invert"] = ttmdsl.load("gated_delta_net")._tile_inverse  # where an interpreted kernel looks for names
-
-    @triton.jit
-    def kernel(n_ptr, y_ptr, INVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        tl.store(y_ptr + at, invert(tl.load(n_ptr + at), 32, INVERSE))  # noqa: F821
+    from ttmdsl.parity import relative_error
 
     torch.manual_seed(0)
     errors = []
     for size in (0.3, 3.0):
         n = size * torch.randn(32, 32).tril(-1)
-        y = torch.zeros(32, 32)
-        kernel[(1,)](n, y, "tf32")
         exact = torch.linalg.inv(torch.eye(32, dtype=torch.float64) - n.double())
-        errors.append(float((y - exact).norm() / exact.norm()))
+        y = of_tile("gated_delta_net", "_tile_inverse", n, 32, "tf32")
+        errors.append(relative_error(y.double(), exact))
     return errors, bool(exact.abs().max() > 1e5)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ttmdsl.ir import DECAYED, Axes
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Division, Kernel, Plan, carries, plan, steep
+from ttmdsl.plan import Division, Kernel, Plan, carries, plan
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
@@ -141,7 +141,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         tuned_chunks=tables.chunks(form_signatures if lowered.batch == 1 else {}),
         tuned_table=tuned_table,
         ops=ops,
-        wide=any(steep(f.forward) for f in forms.values()),
+        wide=any("wide" in k.uses for k in kernels),
         newton_schulz=NEWTON_SCHULZ,
         chunk=unit_tokens(lowered),
         per_channel=bool(ops & DECAYED),

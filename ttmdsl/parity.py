@@ -8,8 +8,8 @@ compared by its relative RMS error. Where a quantity is much smaller than its fa
 output and states), what counts is the error relative to a fraction of the family: a gradient that is zero by symmetry
 is rounding noise, in any backend. Rates at which the recurrence itself diverges say nothing of a backend: where the
 reference in float32, or at inputs that are off by half a unit in their last place, is far from the reference in
-float64, the draw is repeated with smaller gates and params. What the reference still loses then by float32 alone, a
-backend in float32 may lose too.
+float64, the draw is repeated with smaller gates and params, at last with decays near 1. What the reference still loses
+then by float32 alone, a backend in float32 may lose too.
 """
 
 from __future__ import annotations

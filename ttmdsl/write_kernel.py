@@ -113,6 +113,7 @@ class KernelWriter:
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
         text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"} and n not in given}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
+        text.uses |= {"wide" for n in nodes if n in printer.wide and n not in given}
         text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
 
     def _sized(self, nodes: list[Node], dim: str) -> bool:
