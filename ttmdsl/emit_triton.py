@@ -149,6 +149,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         chunk=unit_tokens(lowered),
         per_channel=bool(ops & DECAYED),
         cut=any(c.carry for c in chunks),
+        joined=any(t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,
         tensors={t.keyword: t.shape for t in spec.tensors},
         idle=[k for k in keywords if any(f"d:{k}" not in f.backward.outputs for f in forms.values())],
