@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import ttmdsl
 from ttmdsl.drawing import Shape, draw
@@ -164,6 +165,15 @@ def forward_scans_of_small_heads_round_to_tf32() -> None:
     assert taken("_chunk_forward_scan_kernel", 64, torch.float32) == "fp32"
 
 
+def tangents_are_not_dropped() -> None:
+    module = ttmdsl.load("delta_net")
+    x = {key: t.float() for key, t in draw(module, Shape("", tokens=70, dims=(16,), state=False)).x.items()}
+    with forward_ad.dual_level():
+        x["v"] = forward_ad.make_dual(x["v"], torch.ones_like(x["v"]))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            module.op(**x, backend="triton")
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -174,6 +184,7 @@ def forward_scans_of_small_heads_round_to_tf32() -> None:
         states_are_kept_only_where_a_backward_pass_may_follow,
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,
+        tangents_are_not_dropped,
     ],
     ids=lambda case: case.__name__,
 )
