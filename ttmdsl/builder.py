@@ -164,7 +164,7 @@ class Builder:
             case -1:
                 return self.recip(a)
             case -1.5:
-                return self.mul(self.rsqrt(a), self.recip(a))
+                return self.pow(self.rsqrt(a), 3)
             case -2:
                 return self.pow(self.recip(a), 2)
             case _ if float(exponent).is_integer() and abs(exponent) <= 16:  # of a negative number too

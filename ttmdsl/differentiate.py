@@ -212,7 +212,7 @@ RULES: dict[str, Rule] = {
     "exp2": _unary(lambda b, x, y: b.mul(b.const(LN2), y)),
     "log2": _unary(lambda b, x, y: b.mul(b.const(1 / LN2), b.map("exp2", b.neg(y)))),  # finite where log2(0) is
     "sqrt": _unary(lambda b, x, y: b.mul(b.const(0.5), b.mul(y, _over(b, x)))),
-    "rsqrt": _unary(lambda b, x, y: b.mul(b.const(-0.5), b.mul(y, b.recip(x)))),
+    "rsqrt": _unary(lambda b, x, y: b.mul(b.const(-0.5), b.mul(y, b.mul(y, y)))),
     "tanh": _unary(lambda b, x, y: b.sub(b.const(1.0), b.mul(y, y))),
     "erf": _unary(
         lambda b, x, y: b.mul(b.const(2 / math.sqrt(math.pi)), b.map("exp2", b.mul(b.const(-1 / LN2), b.mul(x, x))))
