@@ -6,6 +6,8 @@ The templates frame the kernels, whose text write_kernel.py writes.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.ir import DECAYED, Axes
@@ -45,14 +47,18 @@ class FormTexts:
     carry: KernelText | None = None
     transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
-    def stages(self) -> list[tuple[KernelText, dict[str, Axes], list[str]]]:
-        """Every backward kernel, the rooms for values that it is the first to use, and those that it is the last to."""
-        uses = [{n for n in self.saved_late if any(f'"{n}"' in a.value for a in k.arguments)} for k in self.backward]
+    def stages(self) -> list[tuple[list[KernelText], dict[str, Axes], list[str]]]:
+        """The backward kernels, scans together, each with the rooms for values that it is the first to use, and those
+        that it is the last to."""
+        together = itertools.groupby(enumerate(self.backward), lambda at: -1 if at[1].kind == "scan" else at[0])
+        steps = [[k for _, k in found] for _, found in together]
+        used = [{a.value for k in step for a in k.arguments} for step in steps]
+        uses = [{n for n in self.saved_late if any(f'"{n}"' in value for value in values)} for values in used]
         stages = []
-        for i, k in enumerate(self.backward):
+        for i, step in enumerate(steps):
             before, after = set().union(*uses[:i]), set().union(*uses[i + 1 :])
             made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - before}
-            stages.append((k, made, sorted(uses[i] - after)))
+            stages.append((step, made, sorted(uses[i] - after)))
         return stages
 
     def kernels(self) -> tuple[KernelText, ...]:
@@ -100,17 +106,16 @@ def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
     def write(k: Kernel) -> KernelText:
         return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, weight, rounded)
 
-    def kept(scan: Kernel, role: str) -> dict[str, str]:
+    def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}
-        return {k: "input" if k in short else "float32" for k in scan.keeps}
+        return {name: "input" if name in short else "float32" for k in kernels for name in k.keeps}
 
-    scans = [next(k for k in kernels if k.kind == "scan") for kernels in (p.forward, p.backward)]
     return FormTexts(
         p.name,
         tuple(map(write, p.forward)),
         tuple(map(write, p.backward)),
-        kept(scans[0], "carry"),
-        kept(scans[1], "cocarry"),
+        kept(p.forward, "carry"),
+        kept(p.backward, "cocarry"),
         {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},
         write(p.parts.carry) if p.parts else None,

@@ -7,6 +7,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   computed for all chunks at once before it, and saved for the backward pass.
 - Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
   at once and share the gradients of the inputs among them.
+- Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
+  after the other, if these cost less: what a later one takes of an earlier one passes through memory (chains.py).
 - Where the carries are linear, and too few sequences would fill a GPU, each is walked in parts, side by side: first for
   the states at the parts' starts (`Parts`), then as above.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
@@ -23,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.ir import (
     DECAYED,
     TOKEN_AXES,
@@ -38,8 +41,8 @@ from ttmdsl.ir import (
 )
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
-from ttmdsl.schedule import Weight
-from ttmdsl.staging import staged
+from ttmdsl.schedule import FULL, Weight
+from ttmdsl.staging import ROOM, alive, spilled, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
@@ -55,6 +58,7 @@ class Kernel:
     scan: one program for every sequence and head walks over the units and carries `carried` (leaf name to node at the
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
+    What a scan saves it stores where a backward pass may follow, but what is `across`, for a later scan, always.
     `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
     a value for every token in the inputs' dtype. `wide` products have twice its digits.
     """
@@ -67,6 +71,7 @@ class Kernel:
     carried: tuple[tuple[str, Node], ...] = ()
     keeps: tuple[str, ...] = ()
     saves: tuple[Node, ...] = ()
+    across: frozenset[Node] = frozenset()
     given: tuple[Node, ...] = ()
     blocked: str = ""
     exact: frozenset[Node] = frozenset()
@@ -89,10 +94,13 @@ class Kernel:
         """Leaves that this slice needs."""
         return [n for n in self.nodes() if n.op == "leaf"]
 
+    def walked(self) -> set[Node]:
+        """Leaves that a scan walks with."""
+        return {n for n in self.leaves() if self.kind == "scan" and n.role == self.role}
+
     def states(self) -> set[Node]:
         """Leaves that hold states at a unit's ends and that this kernel loads: all but those that it walks with."""
-        given = {"carry", "cocarry"} - ({self.role} if self.kind == "scan" else set())
-        return {n for n in self.leaves() if n.role in given}
+        return {n for n in self.leaves() if n.role in ("carry", "cocarry")} - self.walked()
 
     def giving(self, saved: tuple[Node, ...]) -> Kernel:
         """The kernel with those saved values that it needs."""
@@ -168,18 +176,23 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     dear = any(n.op in DEAR and n not in chained for n in reachable(ends))
     before = _prologue(f"_{name}_forward_free", form.forward, ends, "carry", ()) if dear else None
     saved = before.saves if before else ()
-    ways: list[tuple[float, tuple[Node, ...], list[Kernel], Division]] = []
+    scan = functools.partial(_scans, f"_{name}_forward_scan", form.forward, y, kept, False, saved)
+    passed = _passed(scan(()))
+    ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
     for least in (1, 2):
-        cuts = _cuts(form.forward, ends, later, saved, chained, least)
+        cuts = _cuts(form.forward, ends, later, (*saved, *passed), chained, least)
         if not ways or cuts != ways[0][1]:  # the second way keeps the first's division, which takes long to find
-            cost, kernels, division = _backward(name, form, gradients, (*saved, *cuts), weight, division)
-            ways.append((cost + len(cuts), cuts, kernels, division))  # what is saved is written once, too
-    _, cuts, backward, division = min(ways, key=lambda way: way[0])
-    forward = _scan(f"_{name}_forward_scan", form.forward, y, kept, False, saved, cuts)
+            scans = scan(cuts)
+            have = (*saved, *_passed(scans), *cuts)
+            cost, kernels, division = _backward(name, form, gradients, have, weight, division)
+            ways.append((cost + len(cuts), cuts, scans, kernels, division))  # what is saved is written once, too
+    _, _, scans, backward, division = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, before.saves if before else ())
     first = staged(before, weight)[1] if before else []
-    found = Plan(name, (*first, forward), tuple(backward), parts, division)
-    return _careful(found) if steep(form.forward) else found
+    found = Plan(name, (*first, *scans), tuple(backward), parts, division)
+    if steep(form.forward):
+        return _careful(found)
+    return _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
 
 
 def _backward(
@@ -197,8 +210,10 @@ def _backward(
     saved += free.saves if free else ()
     cuts = _cuts(form.backward, d_ends, gradients.values(), saved, tied(form.backward, "cocarry"), 1)
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
-    kernels = [*kernels, _scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
-    division, shared = shares(form.backward, gradients, (*saved, *cuts), weight, [division] if division else None)
+    scans = _scans(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)
+    kernels += scans
+    have = (*saved, *_passed(scans), *cuts)
+    division, shared = shares(form.backward, gradients, have, weight, [division] if division else None)
     for i, (cost, share) in enumerate(shared):
         price += cost
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
@@ -213,8 +228,10 @@ def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None
     kernels = []
     for i, t in enumerate(found):
         bare = program.with_outputs({f"carry:{t.memory}": t.end})
-        kernels.append((t, _scan(f"_{name}_transfer_{i + 1}", bare, {}, (), False, saved, ())))
-    return Parts(_scan(f"_{name}_carry", program, {}, (), False, saved, ()), tuple(kernels))
+        kernel = Kernel(f"_{name}_transfer_{i + 1}_kernel", "scan", bare, carried=((t.memory, t.end),))
+        kernels.append((t, _placed(kernel, saved)))
+    carry = Kernel(f"_{name}_carry_kernel", "scan", program, carried=tuple(carries(program).items()))
+    return Parts(_placed(carry, saved), tuple(kernels))
 
 
 def tied(program: Program, role: str) -> set[Node]:
@@ -236,13 +253,23 @@ def _careful(p: Plan) -> Plan:
     """The same for carries that enlarge rounding: products on which a carry depends are wide, and what scans save or
     are given is exact."""
     scans = [k for k in p.kernels() if k.kind == "scan"]
-    exact = frozenset(n for k in scans for n in (*k.saves, *k.given))
-    wide = frozenset(n for k in scans for n in reachable((v for _, v in k.carried), exact) if is_product(n))
+    p = _exactly(p, frozenset(n for k in scans for n in (*k.saves, *k.given)))
+    before = {n for k in p.kernels() if k.kind == "map" for n in k.saves}
+    wide = frozenset(n for k in scans for n in reachable((v for _, v in k.carried), before) if is_product(n))
 
     def careful(k: Kernel) -> Kernel:
-        return replace(k, exact=k.exact | exact, wide=wide if k.kind == "scan" else frozenset())
+        return replace(k, wide=wide if k.kind == "scan" else frozenset())
 
     return replace(p, forward=tuple(map(careful, p.forward)), backward=tuple(map(careful, p.backward)))
+
+
+def _exactly(p: Plan, exact: frozenset[Node]) -> Plan:
+    """The same with these values in float32 wherever they pass between kernels."""
+
+    def exactly(k: Kernel) -> Kernel:
+        return replace(k, exact=k.exact | exact)
+
+    return replace(p, forward=tuple(map(exactly, p.forward)), backward=tuple(map(exactly, p.backward)))
 
 
 def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
@@ -332,7 +359,7 @@ def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
     return nearest(node, lambda n: n.op in DEAR or is_product(n), given.__contains__)
 
 
-def _scan(
+def _scans(
     name: str,
     program: Program,
     outputs: dict[str, Node],
@@ -340,11 +367,68 @@ def _scan(
     reverse: bool,
     saved: tuple[Node, ...],
     cuts: tuple[Node, ...],
-) -> Kernel:
-    carried = carries(program)
-    blocked = free_axis(program, [*outputs.values(), *carried.values(), *cuts], saved)
-    stored = tuple(outputs.items()), tuple(carried.items()), keeps, cuts
-    return Kernel(f"{name}_kernel", "scan", program, reverse, *stored, blocked=blocked).giving(saved)
+) -> list[Kernel]:
+    """The scan of a program; or, where it has no room and several cost less, one for each of some groups of carries."""
+    ends = carries(program)
+    whole = Kernel(f"{name}_kernel", "scan", program, reverse, tuple(outputs.items()), tuple(ends.items()), keeps, cuts)
+    whole = _placed(whole, saved)
+    groups = chains(program, whole.role)
+    if len(groups) == 1 or alive(whole, FULL) <= ROOM:
+        return [whole]
+
+    def several(groups: Sequence[tuple[str, ...]]) -> list[Kernel]:
+        found = walks(program, whole.role, groups, [*outputs.values(), *cuts], FULL)
+        return _walked(whole, saved, found) if len(found) > 1 else [whole]
+
+    least = several(groups)
+    tiles = {name: (alive(k, FULL) - held(k), i) for i, k in enumerate(least) for name, _ in k.carried}
+
+    def price(kernels: Sequence[Kernel]) -> float:
+        """A kernel of several walks spills in each of them, beside the states of all."""
+        return sum(work(k) + sum(spilled(n + held(k)) for n, _ in {tiles[x] for x, _ in k.carried}) for k in kernels)
+
+    ways = [least]
+    while len(ways[-1]) > 1:  # two neighbours as one
+        groups = [tuple(name for name, _ in k.carried) for k in ways[-1]]
+        joined = ([*groups[:i], groups[i] + groups[i + 1], *groups[i + 2 :]] for i in range(len(groups) - 1))
+        ways.append(min(map(several, joined), key=price))
+    return min(ways, key=price)
+
+
+def held(scan: Kernel) -> float:
+    """The tiles that a scan holds from unit to unit."""
+    return sum(map(FULL, scan.walked()))
+
+
+def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk]) -> list[Kernel]:
+    """A kernel for each walk, in place of the scan that is all of them."""
+    exact = frozenset(n for walk in found for n in walk.exact)
+    handed = {name for name, _ in whole.carried}
+    kernels: list[Kernel] = []
+    for i, walk in enumerate(found):
+        kernel = replace(
+            whole,
+            name=whole.name.replace("_kernel", f"_{i + 1}_kernel"),
+            outputs=tuple((k, v) for k, v in whole.outputs if v in walk.wanted),
+            carried=tuple((k, v) for k, v in whole.carried if k in walk.carried),
+            # what no unit hands on is there for the first unit alone, which any of them may keep
+            keeps=tuple(k for k in whole.keeps if k in walk.carried or (k not in handed and i == 0)),
+            saves=tuple(dict.fromkeys((*(n for n in whole.saves if n in walk.wanted), *walk.across))),
+            across=frozenset(walk.across),
+            exact=exact,
+        )
+        kernels.append(_placed(kernel, (*saved, *walk.given)))
+    return kernels
+
+
+def _passed(scans: Iterable[Kernel]) -> tuple[Node, ...]:
+    """What scans hand to later ones in float32, which serves all kernels after them, too."""
+    return tuple(n for k in scans for n in k.saves if n in k.across & k.exact)
+
+
+def _placed(scan: Kernel, saved: tuple[Node, ...]) -> Kernel:
+    """A scan with the dim that its grid may split, and what it needs of the values saved before it."""
+    return replace(scan, blocked=free_axis(scan.program, scan.roots, saved)).giving(saved)
 
 
 def shares(
