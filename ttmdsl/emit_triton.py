@@ -6,7 +6,6 @@ The templates frame the kernels, whose text write_kernel.py writes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -47,23 +46,33 @@ class FormTexts:
     carry: KernelText | None = None
     transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
-    def stages(self) -> list[tuple[list[KernelText], dict[str, Axes], list[str]]]:
-        """The backward kernels, scans together, each with the rooms for values that it is the first to use, and those
-        that it is the last to."""
-        together = itertools.groupby(enumerate(self.backward), lambda at: -1 if at[1].kind == "scan" else at[0])
-        steps = [[k for _, k in found] for _, found in together]
-        used = [{a.value for k in step for a in k.arguments} for step in steps]
-        uses = [{n for n in self.saved_late if any(f'"{n}"' in value for value in values)} for values in used]
+    def unused(self) -> list[str]:
+        """Values saved by forward kernels that no backward kernel takes."""
+        return sorted(n for n in self.saved if not any(_takes(k, n) for k in self.backward))
+
+    def stages(self) -> list[tuple[tuple[KernelText, ...], dict[str, Axes], list[str]]]:
+        """The backward kernels, those from the first scan to the last together, each with the rooms for values that it
+        is the first to use, and those that it is the last to."""
+        kinds = [k.kind for k in self.backward]
+        first, last = kinds.index("scan"), len(kinds) - kinds[::-1].index("scan")
+        before, walks, after = self.backward[:first], self.backward[first:last], self.backward[last:]
+        steps = [*((k,) for k in before), walks, *((k,) for k in after)]
+        uses = [{n for n in self.saved_late if any(_takes(k, n) for k in step)} for step in steps]
         stages = []
         for i, step in enumerate(steps):
-            before, after = set().union(*uses[:i]), set().union(*uses[i + 1 :])
-            made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - before}
-            stages.append((step, made, sorted(uses[i] - after)))
+            earlier, later = set().union(*uses[:i]), set().union(*uses[i + 1 :])
+            made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - earlier}
+            stages.append((step, made, sorted(uses[i] - later)))
         return stages
 
     def kernels(self) -> tuple[KernelText, ...]:
         parts = (self.carry,) if self.carry else ()
         return self.forward + self.backward + parts + tuple(text for _, text in self.transfers)
+
+
+def _takes(kernel: KernelText, saved: str) -> bool:
+    """Whether a kernel loads or stores a saved value."""
+    return any(a.value == f'saved["{saved}"]' for a in kernel.arguments)
 
 
 def unit_tokens(lowered: Lowered) -> int:

@@ -42,7 +42,7 @@ from ttmdsl.ir import (
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.schedule import FULL, Weight
-from ttmdsl.staging import ROOM, alive, spilled, staged, work
+from ttmdsl.staging import ROOM, alive, cost, spilled, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
@@ -173,16 +173,16 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     later = [*carries(form.backward).values(), *gradients.values()]
 
     chained = tied(form.forward, "carry")
-    dear = any(n.op in DEAR and n not in chained for n in reachable(ends))
-    before = _prologue(f"_{name}_forward_free", form.forward, ends, "carry", ()) if dear else None
+    before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ()) if _dear(ends, chained, ()) else None
     saved = before.saves if before else ()
-    scan = functools.partial(_scans, f"_{name}_forward_scan", form.forward, y, kept, False, saved)
-    passed = _passed(scan(()))
+    handed = tuple(carries(form.forward).items())
+    scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, False, tuple(y.items()), handed, kept)
+    passed = _passed(_scans(scan, saved, weight))
     ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
     for least in (1, 2):
         cuts = _cuts(form.forward, ends, later, (*saved, *passed), chained, least)
         if not ways or cuts != ways[0][1]:  # the second way keeps the first's division, which takes long to find
-            scans = scan(cuts)
+            scans = _scans(replace(scan, saves=cuts), saved, weight)
             have = (*saved, *_passed(scans), *cuts)
             cost, kernels, division = _backward(name, form, gradients, have, weight, division)
             ways.append((cost + len(cuts), cuts, scans, kernels, division))  # what is saved is written once, too
@@ -190,9 +190,8 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     parts = _parts(name, form.forward, before.saves if before else ())
     first = staged(before, weight)[1] if before else []
     found = Plan(name, (*first, *scans), tuple(backward), parts, division)
-    if steep(form.forward):
-        return _careful(found)
-    return _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
+    found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
+    return _careful(found) if steep(form.forward) else found
 
 
 def _backward(
@@ -204,18 +203,20 @@ def _backward(
     division: Division,
 ) -> tuple[float, list[Kernel], Division]:
     """The kernels of the backward pass, given what the forward one saves; before them what all but the scan cost."""
-    d_ends = list(carries(form.backward).values())
-    free = _prologue(f"_{name}_backward_free", form.backward, d_ends, "cocarry", saved)
+    handed = carries(form.backward)
+    d_ends, chained = list(handed.values()), tied(form.backward, "cocarry")
+    free = _prologue(f"_{name}_backward_free", form.backward, d_ends, chained, saved)
     price, kernels = staged(free, weight) if free else (0.0, [])
     saved += free.saves if free else ()
-    cuts = _cuts(form.backward, d_ends, gradients.values(), saved, tied(form.backward, "cocarry"), 1)
+    cuts = _cuts(form.backward, d_ends, gradients.values(), saved, chained, 1)
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
-    scans = _scans(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)
+    scan = Kernel(f"_{name}_backward_scan_kernel", "scan", form.backward, True, (), tuple(handed.items()))
+    scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
     kernels += scans
     have = (*saved, *_passed(scans), *cuts)
     division, shared = shares(form.backward, gradients, have, weight, [division] if division else None)
-    for i, (cost, share) in enumerate(shared):
-        price += cost
+    for i, (paid, share) in enumerate(shared):
+        price += paid
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
     return price, kernels, division
 
@@ -249,18 +250,30 @@ def steep(program: Program) -> bool:
     return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
 
 
+def walking(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """Those from the first scan to the last."""
+    scans = [i for i, k in enumerate(kernels) if k.kind == "scan"]
+    return kernels[scans[0] : scans[-1] + 1]
+
+
 def _careful(p: Plan) -> Plan:
     """The same for carries that enlarge rounding: products on which a carry depends are wide, and what scans save or
     are given is exact."""
-    scans = [k for k in p.kernels() if k.kind == "scan"]
-    p = _exactly(p, frozenset(n for k in scans for n in (*k.saves, *k.given)))
-    before = {n for k in p.kernels() if k.kind == "map" for n in k.saves}
-    wide = frozenset(n for k in scans for n in reachable((v for _, v in k.carried), before) if is_product(n))
+    exact: set[Node] = set()
+    wide: set[Node] = set()
+    for kernels in (p.forward, p.backward):
+        saves = {n for k in walking(kernels) for n in k.saves}
+        given = {n for k in walking(kernels) for n in k.given} - saves
+        exact |= saves | given
+        chain = reachable((v for k in walking(kernels) for _, v in k.carried), given)
+        wide.update(filter(is_product, chain))
 
-    def careful(k: Kernel) -> Kernel:
-        return replace(k, wide=wide if k.kind == "scan" else frozenset())
+    def careful(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        walks = {k.name for k in walking(kernels)}
+        return tuple(replace(k, wide=frozenset(wide) if k.name in walks else frozenset()) for k in kernels)
 
-    return replace(p, forward=tuple(map(careful, p.forward)), backward=tuple(map(careful, p.backward)))
+    p = _exactly(p, frozenset(exact))
+    return replace(p, forward=careful(p.forward), backward=careful(p.backward))
 
 
 def _exactly(p: Plan, exact: frozenset[Node]) -> Plan:
@@ -329,9 +342,15 @@ def _cuts(
     return found
 
 
-def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, given: tuple[Node, ...]) -> Kernel | None:
+def _dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]) -> bool:
+    """Whether something that the roots need is dear and free of the chain."""
+    return any(n.op in DEAR and n not in chained and n not in given for n in reachable(roots, set(given)))
+
+
+def _prologue(
+    name: str, program: Program, roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]
+) -> Kernel | None:
     """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear."""
-    chained = tied(program, role)
     nodes = reachable(roots, set(given))
     chain = [n for n in nodes if n in chained and n not in given]
     border = {a: _sources(a, given) for n in chain for a in n.args if a not in chained and a.axes}
@@ -359,37 +378,30 @@ def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
     return nearest(node, lambda n: n.op in DEAR or is_product(n), given.__contains__)
 
 
-def _scans(
-    name: str,
-    program: Program,
-    outputs: dict[str, Node],
-    keeps: tuple[str, ...],
-    reverse: bool,
-    saved: tuple[Node, ...],
-    cuts: tuple[Node, ...],
-) -> list[Kernel]:
-    """The scan of a program; or, where it has no room and several cost less, one for each of some groups of carries."""
-    ends = carries(program)
-    whole = Kernel(f"{name}_kernel", "scan", program, reverse, tuple(outputs.items()), tuple(ends.items()), keeps, cuts)
+def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kernel]:
+    """The scan; or, where it has no room and several cost less, one for each of some groups of its carries."""
     whole = _placed(whole, saved)
-    groups = chains(program, whole.role)
+    groups = chains(whole.program, whole.role)
     if len(groups) == 1 or alive(whole, FULL) <= ROOM:
         return [whole]
 
     def several(groups: Sequence[tuple[str, ...]]) -> list[Kernel]:
-        found = walks(program, whole.role, groups, [*outputs.values(), *cuts], FULL)
-        return _walked(whole, saved, found) if len(found) > 1 else [whole]
+        found = walks(whole.program, whole.role, groups, [*(v for _, v in whole.outputs), *whole.saves], FULL)
+        return _walked(whole, saved, found, weight) if len(found) > 1 else [whole]
 
     least = several(groups)
-    tiles = {name: (alive(k, FULL) - held(k), i) for i, k in enumerate(least) for name, _ in k.carried}
+    beside = {name: (k.name, alive(k, FULL) - held(k)) for k in least for name, _ in k.carried}
 
-    def price(kernels: Sequence[Kernel]) -> float:
-        """A kernel of several walks spills in each of them, beside the states of all."""
-        return sum(work(k) + sum(spilled(n + held(k)) for n, _ in {tiles[x] for x, _ in k.carried}) for k in kernels)
+    def price(kernels: Iterable[Kernel]) -> float:
+        """A scan of several walks spills in each of them, beside the states of all."""
+        spills = 0.0
+        for k in (k for k in kernels if k.kind == "scan"):
+            each = dict(beside[name] for name, _ in k.carried).values()
+            spills += max(spilled(alive(k, FULL)), sum(spilled(tiles + held(k)) for tiles in each))
+        return spills + sum(work(k) if k.kind == "scan" else cost(k, weight) for k in kernels)
 
     ways = [least]
-    while len(ways[-1]) > 1:  # two neighbours as one
-        groups = [tuple(name for name, _ in k.carried) for k in ways[-1]]
+    while len(groups := [tuple(name for name, _ in k.carried) for k in ways[-1] if k.kind == "scan"]) > 1:
         joined = ([*groups[:i], groups[i] + groups[i + 1], *groups[i + 2 :]] for i in range(len(groups) - 1))
         ways.append(min(map(several, joined), key=price))
     return min(ways, key=price)
@@ -400,13 +412,14 @@ def held(scan: Kernel) -> float:
     return sum(map(FULL, scan.walked()))
 
 
-def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk]) -> list[Kernel]:
-    """A kernel for each walk, in place of the scan that is all of them."""
+def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk], weight: Weight) -> list[Kernel]:
+    """A kernel for each walk, in place of the scan that is all of them; before it others for what is dear and follows
+    from earlier walks alone."""
     exact = frozenset(n for walk in found for n in walk.exact)
     handed = {name for name, _ in whole.carried}
     kernels: list[Kernel] = []
     for i, walk in enumerate(found):
-        kernel = replace(
+        scan = replace(
             whole,
             name=whole.name.replace("_kernel", f"_{i + 1}_kernel"),
             outputs=tuple((k, v) for k, v in whole.outputs if v in walk.wanted),
@@ -417,13 +430,22 @@ def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk]) -> li
             across=frozenset(walk.across),
             exact=exact,
         )
-        kernels.append(_placed(kernel, (*saved, *walk.given)))
+        given = (*saved, *walk.given)
+        chained = depends_on(scan.roots, scan.giving(given).walked())
+        if _dear(scan.roots, chained, given):
+            free = _prologue(f"{scan.name.removesuffix('_kernel')}_free", whole.program, scan.roots, chained, given)
+            if free:
+                kernels += staged(replace(free, exact=exact), weight)[1]
+                given += free.saves
+        kernels.append(_placed(scan, given))
     return kernels
 
 
-def _passed(scans: Iterable[Kernel]) -> tuple[Node, ...]:
-    """What scans hand to later ones in float32, which serves all kernels after them, too."""
-    return tuple(n for k in scans for n in k.saves if n in k.across & k.exact)
+def _passed(kernels: Sequence[Kernel]) -> tuple[Node, ...]:
+    """What was saved for one of several scans, and serves all kernels after them, too: in float32, or free of its
+    carries."""
+    taken = {n for k in kernels if k.kind == "scan" for n in k.given}
+    return tuple(n for k in kernels for n in k.saves if n in taken and (k.kind == "map" or n in k.across & k.exact))
 
 
 def _placed(scan: Kernel, saved: tuple[Node, ...]) -> Kernel:

@@ -314,7 +314,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
 def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = ()) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind, rounded))
-    printer = _printer(kernel.program, spec, weight)
+    printer = _printer(kernel.program, spec, weight, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
     tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
