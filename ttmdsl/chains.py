@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ttmdsl.ir import TOKEN_AXES, Node, Program, Role, depends_on, is_matmul, reachable
+from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, Role, depends_on, is_matmul, reachable
 from ttmdsl.schedule import Weight
 
-# what passing on a tile in half precision counts, what a state of a unit, and more than any sum of these
-_UNIT, _STATE, _NEVER = 1 << 12, 1 << 40, 1 << 60
+# what passing on a tile in half precision counts; what it counts that something dear is computed in a walk, and not for
+# all units at once before the next; what passing on a state counts, and more than any sum of these
+_UNIT, _AHEAD, _STATE, _NEVER = 1 << 12, 1 << 15, 1 << 40, 1 << 60
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
     inside = reachable(roots)
     carries = [n for n in inside if n.op == "leaf" and n in foreign]
     tainted = depends_on(roots, carries)
+    dear = depends_on(roots, (n for n in tainted if n.op in DEAR))
     left: _Network = {_SOURCE: {}, _SINK: {}}
 
     def join(a: _Place, b: _Place, most: int) -> None:
@@ -107,7 +109,7 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
             else:
                 join((x, _SHORT if _rounds(n) else _FULL), (n, _MADE), _NEVER)
         if n.op != "rename":
-            price = max(1, int(weight(n) * _UNIT))
+            price = max(1, int(weight(n) * _UNIT)) + _AHEAD * (n in dear)
             moved = n in foreign and not _is_large(n) and n.op not in ("leaf", "expand")
             join((n, _MADE), (n, _FULL), 2 * price if moved else _STATE if n.op == "leaf" else _NEVER)
             join((n, _FULL), (n, _SHORT), price if moved and len(n.axes) == 2 else _NEVER)
@@ -121,8 +123,9 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
             left[a][b] -= most
             left[b][a] += most
     near = _leading_to(_SINK, left)
-    exact = {n: True for n in inside if (n, _FULL) in near and (n, _MADE) in left.keys() - near}
-    return exact | {n: False for n in inside if (n, _SHORT) in near and (n, _FULL) in left.keys() - near}
+    values = [n for n in inside if n in tainted and n.op != "rename"]
+    exact = {n: True for n in values if (n, _FULL) in near and (n, _MADE) not in near}
+    return exact | {n: False for n in values if (n, _SHORT) in near and (n, _FULL) not in near}
 
 
 # a value, and how far: as it is made, as it passes in float32 and in half precision

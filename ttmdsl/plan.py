@@ -27,7 +27,7 @@ from typing import Literal
 
 from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.ir import (
-    DECAYED,
+    DEAR,
     TOKEN_AXES,
     Node,
     Program,
@@ -48,7 +48,6 @@ from ttmdsl.transfer import Transfer, transfers
 Kind = Literal["scan", "map"]
 Division = Sequence[Sequence[str]]
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
-DEAR = DECAYED | {"tri_inv"}
 
 
 @dataclass(frozen=True)
