@@ -43,7 +43,7 @@ def test_every_carry_is_handed_on_once(form: Form, found: Plan) -> None:
     for kernels, program in ((found.forward, form.forward), (found.backward, form.backward)):
         carried = [name for kernel in kernels for name, _ in kernel.carried]
         assert sorted(carried) == sorted(carries(program))
-        assert [k.kind for k in kernels].count("scan") == 1
+        assert 1 <= [k.kind for k in kernels].count("scan") <= len(carried)
     assert [name for k in found.forward for name, _ in k.outputs] == ["y"]
 
 
@@ -54,14 +54,10 @@ def test_nothing_is_used_before_it_is_there(form: Form, found: Plan) -> None:
     for kernel in found.kernels():
         assert set(kernel.given) <= saved
         read = {("d_" if n.role == "cocarry" else "") + n.name for n in kernel.leaves() if "carry" in n.role}
-        own = {("d_" if kernel.reverse else "") + n.name for n in kernel.leaves() if n.role == _carried_role(kernel)}
-        assert read - (own if kernel.kind == "scan" else set()) <= states
+        own = {("d_" if kernel.reverse else "") + n.name for n in kernel.walked()}
+        assert read - own <= states
         saved |= set(kernel.saves)
         states |= {("d_" if kernel.reverse else "") + name for name in kernel.keeps}
-
-
-def _carried_role(kernel: Kernel) -> str:
-    return "cocarry" if kernel.reverse else "carry"
 
 
 @every_plan
