@@ -202,7 +202,8 @@ class Chain:
         return Program("chunk", ("i", "j", "k"), self.b, {"y": y, "carry:T": T, "carry:S": S})
 
     def crossing(self, root: Node) -> dict[Node, bool]:
-        return smallest_crossing([root], {n for n in reachable([root]) if self.S in reachable([n])}, FULL)
+        under = {n: set(reachable([n])) for n in reachable([root])}
+        return smallest_crossing([root], {n for n in under if self.S in under[n] and self.T not in under[n]}, FULL)
 
 
 def test_chains_are_in_the_order_of_what_they_need() -> None:

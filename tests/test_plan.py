@@ -13,6 +13,7 @@ from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split, steep
 from ttmdsl.schedule import weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, staged
+from ttmdsl.write_kernel import saved_name
 
 FULL = weights(64)
 
@@ -58,6 +59,28 @@ def test_nothing_is_used_before_it_is_there(form: Form, found: Plan) -> None:
         assert read - own <= states
         saved |= set(kernel.saves)
         states |= {("d_" if kernel.reverse else "") + name for name in kernel.keeps}
+
+
+def saved_otherwise(found: Plan) -> set[str]:
+    """Names under which kernels load what none before them has saved so."""
+    known: set[str] = set()
+    wrong: set[str] = set()
+    for kernel in found.kernels():
+        b = kernel.program.builder
+        wrong |= {saved_name(b, n, kernel.exact) for n in kernel.given} - known
+        known |= {saved_name(b, n, kernel.exact) for n in kernel.saves}
+    return wrong
+
+
+@every_plan
+def test_what_is_saved_is_loaded_as_it_was_saved(form: Form, found: Plan) -> None:
+    assert not saved_otherwise(found)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ttt_mlp", "chunk"), ("ttt_mlp", "resumed"), ("titans", "chunk")])
+def test_what_several_kernels_in_a_row_pass_on_they_also_save(name: str, kind: str) -> None:
+    """One of them takes by single elements what is saved for products of later kernels."""
+    assert not saved_otherwise(plan(kind, forms(name, {"b": 64})[kind], FULL))
 
 
 @every_plan

@@ -183,8 +183,8 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
         if not ways or cuts != ways[0][1]:  # the second way keeps the first's division, which takes long to find
             scans = _scans(replace(scan, saves=cuts), saved, weight)
             have = (*saved, *_passed(scans), *cuts)
-            cost, kernels, division = _backward(name, form, gradients, have, weight, division)
-            ways.append((cost + len(cuts), cuts, scans, kernels, division))  # what is saved is written once, too
+            price, kernels, division = _backward(name, form, gradients, have, weight, division)
+            ways.append((price + len(cuts), cuts, scans, kernels, division))  # what is saved is written once, too
     _, _, scans, backward, division = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, before.saves if before else ())
     first = staged(before, weight)[1] if before else []

@@ -111,15 +111,16 @@ def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
         for a in (s for x in operands(n) for s in _crossing(x, cheap)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
-    # what products alone take of it, they would round anyway
-    exact = frozenset(a for n in place if not is_product(n) for a in operands(n) if a in crossing)
+    # what products alone take of it, they would round anyway; what is saved for others passes as it is saved
+    taken = (a for n in place if not is_product(n) for a in operands(n))
+    exact = kernel.exact | {a for a in taken if a in crossing and a not in kernel.saves}
     result: list[Kernel] = []
     known = kernel.given
     for i in range(len(segments)):
         outputs = tuple((k, v) for k, v in kernel.outputs if place.get(v, 0) == i)
         saves = dict.fromkeys([*(n for n in kernel.saves if place[n] == i), *(n for n in crossing if place[n] == i)])
         name = kernel.name.replace("_kernel", f"_{i + 1}_kernel")
-        part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=kernel.exact | exact)
+        part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=exact)
         result.append(part.giving(known))
         known += tuple(n for n in saves if n not in known)
     return [part for part in result if part.roots]
