@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import ttmdsl
 from ttmdsl.drawing import Shape, draw
@@ -153,6 +154,26 @@ def states_that_nobody_gives_or_asks_for_are_absent() -> None:
     assert "S_start_ptr" not in absent(ttmdsl.load("ttt_norm"), lambda y, _: y)  # orthonormal columns
 
 
+def forward_scans_of_small_heads_round_to_tf32() -> None:
+    module = ttmdsl.load("gated_delta_net")
+
+    def taken(kernel: str, size: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        return str(module.kernel_constants(kernel, {"d_k": size, "d_v": size}, dtype, 90)[0]["DOT"])
+
+    assert [taken("_chunk_forward_scan_kernel", size) for size in (32, 33, 64)] == ["fp32", "bf16", "bf16"]
+    assert taken("_chunk_backward_scan_kernel", 32) == "bf16"
+    assert taken("_chunk_forward_scan_kernel", 64, torch.float32) == "fp32"
+
+
+def tangents_are_not_dropped() -> None:
+    module = ttmdsl.load("delta_net")
+    x = {key: t.float() for key, t in draw(module, Shape("", tokens=70, dims=(16,), state=False)).x.items()}
+    with forward_ad.dual_level():
+        x["v"] = forward_ad.make_dual(x["v"], torch.ones_like(x["v"]))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            module.op(**x, backend="triton")
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -162,6 +183,8 @@ def states_that_nobody_gives_or_asks_for_are_absent() -> None:
         what_is_interpreted_is_never_launched_directly,
         states_are_kept_only_where_a_backward_pass_may_follow,
         states_that_nobody_gives_or_asks_for_are_absent,
+        forward_scans_of_small_heads_round_to_tf32,
+        tangents_are_not_dropped,
     ],
     ids=lambda case: case.__name__,
 )

@@ -7,7 +7,7 @@ summed axis are pulled out, signs and expands stay outside, zeros and ones vanis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from ttmdsl.ir import (
@@ -20,6 +20,7 @@ from ttmdsl.ir import (
     constant,
     factors,
     is_zero,
+    reachable,
 )
 
 
@@ -349,6 +350,34 @@ class Builder:
         if (b.axes, b.id) < (a.axes, a.id):
             a, b = b, a
         return self.make("contract", (a, b), (x for x in (*a.axes, *b.axes) if x not in over), self.order(over))
+
+    def remade(self, node: Node, args: tuple[Node, ...]) -> Node:
+        """The same operation on other operands, through the algebra."""
+        match node.op:
+            case "add" | "mul" | "neg" | "recip" | "rsqrt":
+                return getattr(self, node.op)(*args)  # type: ignore[no-any-return]
+            case "contract":
+                return self.contract(args[0], args[1], node.reduced)
+            case "sum":
+                return self.sum(args[0], node.reduced)
+            case "expand":
+                return self.expand(args[0], node.axes)
+            case "mask" if is_zero(args[0]):
+                return self.zero(node.axes)
+            case "cumsum" | "rename" | "decay_dot" | "decay_mix" | "decay_mix_t":
+                return getattr(self, node.op)(*args, *node.attr)  # type: ignore[no-any-return]
+            case _:
+                return self.make(node.op, args, node.axes, *node.attr)
+
+
+def substitute(b: Builder, root: Node, given: Mapping[Node, Node]) -> Node:
+    """The value with some nodes replaced; the algebra drops what has become zero."""
+    new = dict(given)
+    for n in reachable([root], given):
+        if n not in new:
+            args = tuple(new[a] for a in n.args)
+            new[n] = n if args == n.args else b.remade(n, args)
+    return new[root]
 
 
 _FOLDED: dict[str, Callable[..., float]] = {

@@ -16,6 +16,7 @@ from ttmdsl.plan import Division, Kernel, Plan, carries, plan
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
+from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table
 from ttmdsl.write_kernel import KernelText, saved_name, write_map, write_scan, write_token_backward
@@ -25,7 +26,8 @@ def token_kernel(form: Form) -> Kernel:
     """The forward kernel of the sequential form."""
     y = tuple((k, v) for k, v in form.forward.outputs.items() if not k.startswith("carry:"))
     kept = tuple(n.name for n in form.forward.leaves() if n.role == "carry")
-    return Kernel("_token_forward_kernel", "scan", form.forward, False, y, tuple(carries(form.forward).items()), kept)
+    carried, handed = tuple(carries(form.forward).items()), tuple(handed_on(form.forward).items())
+    return Kernel("_token_forward_kernel", "scan", form.forward, False, y, carried, kept, handed=handed)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
         found = plan(name, form, weight, division)
         division = found.division
         texts.append(_form_texts(spec, found, weight))
+    last = Form(regrouped(last.forward), regrouped(last.backward))
     token = token_kernel(last)
     backward = write_token_backward(spec, last, "_token_backward_kernel")
     scan = write_scan(spec, token)
@@ -160,6 +163,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         chunk=unit_tokens(lowered),
         per_channel=bool(ops & DECAYED),
         cut=any(c.carry for c in chunks),
+        joined=any(t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,
         tensors={t.keyword: t.shape for t in spec.tensors},
         idle=[k for k in keywords if any(f"d:{k}" not in f.backward.outputs for f in forms.values())],

@@ -59,7 +59,8 @@ class Kernel:
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
     What a scan saves it stores where a backward pass may follow, but what is `across`, for a later scan, always.
     `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
-    a value for every token in the inputs' dtype. `wide` products have twice its digits.
+    a value for every token in the inputs' dtype. `wide` products have twice its digits. `handed` values follow from the
+    carries alone: found before a walk, and by each unit for the next.
     """
 
     name: str
@@ -75,10 +76,12 @@ class Kernel:
     blocked: str = ""
     exact: frozenset[Node] = frozenset()
     wide: frozenset[Node] = frozenset()
+    handed: tuple[tuple[Node, Node], ...] = ()
 
     @property
     def roots(self) -> list[Node]:
-        return [*(v for _, v in self.outputs), *self.saves, *(v for _, v in self.carried)]
+        values = [*self.outputs, *(("", n) for n in self.saves), *self.carried]
+        return [*(v for _, v in values), *(end for _, end in self.handed)]
 
     @property
     def role(self) -> Role:

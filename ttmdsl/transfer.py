@@ -9,10 +9,9 @@ depends on another's. Knows nothing of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttmdsl.builder import Builder
+from ttmdsl.builder import Builder, substitute
 from ttmdsl.ir import DECAYED, Node, Program, base_dim, depends_on, is_zero, reachable
 
 # on what depends on the state: operations that are linear in it
@@ -80,33 +79,3 @@ def _along(b: Builder, leaf: Node, end: Node, free: str) -> Transfer | None:
     if other in mixed and any(n.op == "size" and n.attr[0] == base_dim(free) for n in reachable([bare])):
         return None  # the identity that is carried through would be taken for a state of that size
     return Transfer(leaf.name, bare, free, other, other not in mixed)
-
-
-def substitute(b: Builder, root: Node, given: Mapping[Node, Node]) -> Node:
-    """The value with some nodes replaced; the algebra drops what has become zero."""
-    new = dict(given)
-    for n in reachable([root], given):
-        if n not in new:
-            args = tuple(new[a] for a in n.args)
-            new[n] = n if args == n.args else _remade(b, n, args)
-    return new[root]
-
-
-def _remade(b: Builder, n: Node, args: tuple[Node, ...]) -> Node:
-    match n.op:
-        case "add" | "mul":
-            return getattr(b, n.op)(*args)  # type: ignore[no-any-return]
-        case "neg":
-            return b.neg(*args)
-        case "contract":
-            return b.contract(args[0], args[1], n.reduced)
-        case "sum":
-            return b.sum(args[0], n.reduced)
-        case "expand":
-            return b.expand(args[0], n.axes)
-        case "mask" if is_zero(args[0]):
-            return b.zero(n.axes)
-        case "cumsum" | "rename" | "decay_dot" | "decay_mix" | "decay_mix_t":
-            return getattr(b, n.op)(*args, *n.attr)  # type: ignore[no-any-return]
-        case _:
-            return b.make(n.op, args, n.axes, *n.attr)

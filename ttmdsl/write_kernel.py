@@ -34,6 +34,7 @@ from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
+from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature
 
 LOCALS = frozenset(
@@ -54,6 +55,15 @@ class Argument:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A tensor's value at a token, loaded while the token before it is computed: a walk would wait for it else."""
+
+    name: str
+    next: str
+    value: str
+
+
 @dataclass
 class KernelText:
     """What a kernel template needs; lists are lines of code."""
@@ -71,6 +81,8 @@ class KernelText:
     body: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)
+    ahead: list[Ahead] = field(default_factory=list)
+    ahead_again: list[Ahead] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
     signature: str = ""
@@ -216,6 +228,22 @@ class KernelWriter:
                     self.printer.text[leaf] = f"fresh_{leaf.name}"
         return before, each
 
+    def tokens(self, leaves: Iterable[Node]) -> tuple[list[str], list[Ahead]]:
+        """The same for a walk over single tokens, each of which finds its tensors loaded."""
+        leaves = list(leaves)
+        found = {n: self.printer.names.get(self.printer.wish(n)) for n in leaves if n.role in ("token", "cot")}
+        self.printer.text |= found
+        before, _ = self.inputs(n for n in leaves if n not in found)
+        return before, [
+            Ahead(name, self.printer.names.get(f"{name}_next"), self.loaded(n)) for n, name in found.items()
+        ]
+
+    def handed(self, values: Iterable[tuple[Node, Node]]) -> tuple[list[str], dict[str, Node]]:
+        """Lines that find what follows from the carries alone, before a walk; what each unit leaves in its place."""
+        ends = dict(values)
+        lines = self.printer.emit(ends, named=ends)
+        return lines, {self.printer.text[n]: end for n, end in ends.items()}
+
     def stores(self, kernel: Kernel) -> dict[Node, Callable[[], list[str]]]:
         """For every output and saved value of a kernel, what makes the lines that store it: of a scan, where a backward
         pass may follow or a later scan takes it."""
@@ -275,7 +303,11 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
     leaves = kernel.leaves()
     results = dict(kernel.carried)
-    text.before, loads = writer.inputs(leaves)
+    loads: list[str] = []
+    if kernel.program.unit == "token":
+        text.before, text.ahead = writer.tokens(leaves)
+    else:
+        text.before, loads = writer.inputs(leaves)
     loads += writer.given(kernel)
     variables: dict[str, str] = {}
     carried = {n.name: n for n in leaves if n.role == role}
@@ -293,6 +325,8 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
             text.keep.append(writer.store_state("units", leaf, "u * H + h", variable))
     if kernel.reverse:  # states at the units' starts
         loads += [writer.load(leaf) for leaf in leaves if leaf.role == "carry"]
+    found, handed = writer.handed(kernel.handed)
+    text.before += found
     text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel))]
     text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
     ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
@@ -301,14 +335,18 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
             stores = writer.last_state(target, ends[name], "n * H + h", printer.sanitized(value))
             last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
             text.body += [f"if {last}:", *(f"    {line}" for line in stores)]
-    new = {k: printer.sanitized(results[k]) for k in variables}
-    moved = [k for k in new if new[k] != variables[k]]
-    staged = {k: printer.names.get(f"{variables[k]}_next") for k in moved if len(moved) > 1}
-    text.body += [f"{staged[k]} = {new[k]}" for k in staged]
-    text.body += [f"{variables[k]} = {staged.get(k, new[k])}" for k in moved]
+    new = {variable: printer.sanitized(results[k]) for k, variable in variables.items()}
+    text.body += _moved(printer.names, new | {k: printer.sanitized(v) for k, v in handed.items()})
     for name, variable in variables.items():
         text.after += writer.last_state(target, ends[name], "n * H + h", variable)
     return text
+
+
+def _moved(names: Names, new: dict[str, str]) -> list[str]:
+    """Lines that give variables new values, all at once."""
+    moved = [k for k in new if new[k] != k]
+    staged = {k: names.get(f"{k}_next") for k in moved if len(moved) > 1}
+    return [f"{staged[k]} = {new[k]}" for k in staged] + [f"{k} = {staged.get(k, new[k])}" for k in moved]
 
 
 def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = ()) -> KernelText:
@@ -339,22 +377,21 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
     # the states of a segment once more: forward values have names of their own, as they belong to another loop
     replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit, FULL)
     replayer = KernelWriter(spec, text, nodes, "token", replay)
-    before, loads = replayer.inputs(n for n in reachable(forward.values()) if n.op == "leaf")
+    before, text.ahead_again = replayer.tokens(n for n in reachable(forward.values()) if n.op == "leaf")
     states = {n.name: n for n in form.forward.leaves() if n.role == "carry"}
     text.before += before
     for leaf_name, leaf in states.items():
         replay.text[leaf] = printer.names.get(leaf_name)
         text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', leaf, 'u * H + h')}")
         text.keep.append(writer.store_state("scratch", leaf, "slot", replay.text[leaf]))
-    text.keep += [*loads, *replay.emit(v for k, v in forward.items() if k in states)]
-    new = {k: replay.sanitized(v) for k, v in forward.items() if k in states}
-    staged = {k: printer.names.get(f"{replay.text[states[k]]}_next") for k in new}
-    text.keep += [f"{staged[k]} = {new[k]}" for k in new]
-    text.keep += [f"{replay.text[states[k]]} = {staged[k]}" for k in new]
+    found, handed = replayer.handed(handed_on(form.forward).items())
+    text.again += found
+    text.keep += replay.emit([*(v for k, v in forward.items() if k in states), *handed.values()])
+    new = {replay.text[states[k]]: replay.sanitized(v) for k, v in forward.items() if k in states}
+    text.keep += _moved(printer.names, new | {k: replay.sanitized(v) for k, v in handed.items()})
     # in reverse
-    before, loads = writer.inputs(n for n in reachable(roots) if n.op == "leaf")
+    before, text.ahead = writer.tokens(n for n in reachable(roots) if n.op == "leaf")
     text.before += [line for line in before if line not in text.before]
-    text.body += loads
     for leaf in (n for n in reachable(roots) if n.role == "carry"):
         printer.text[leaf] = printer.names.get(leaf.name)
         text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', leaf, 'slot')}")
@@ -378,11 +415,11 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
             text.after.append(store_block(pointer, "n * H + h", value.axes, params[key[2:]], total))
         else:
             text.body += writer.store_output(key[2:], value, "")
-    handed = {k: backward.get(f"carry:{k}") for k in variables}
-    d_new = {k: f"tl.zeros_like({variables[k]})" if v is None else printer.sanitized(v) for k, v in handed.items()}
-    staged = {k: printer.names.get(f"{variables[k]}_next") for k in d_new}
-    text.body += [f"{staged[k]} = {d_new[k]}" for k in d_new]
-    text.body += [f"{variables[k]} = {staged[k]}" for k in d_new]
+    cotangents = {k: backward.get(f"carry:{k}") for k in variables}
+    d_new = {
+        d: f"tl.zeros_like({d})" if (v := cotangents[k]) is None else printer.sanitized(v) for k, d in variables.items()
+    }
+    text.body += _moved(printer.names, d_new)
     for key, leaf in ends.items():
         text.after += writer.last_state("start", leaf, "n * H + h", variables[key])
     return text
