@@ -6,6 +6,7 @@ The templates frame the kernels, whose text write_kernel.py writes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.ir import DECAYED, Axes
@@ -47,19 +48,33 @@ class FormTexts:
     carry: KernelText | None = None
     transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
-    def stages(self) -> list[tuple[KernelText, dict[str, Axes], list[str]]]:
-        """Every backward kernel, the rooms for values that it is the first to use, and those that it is the last to."""
-        uses = [{n for n in self.saved_late if any(f'"{n}"' in a.value for a in k.arguments)} for k in self.backward]
+    def unused(self) -> list[str]:
+        """Values saved by forward kernels that no backward kernel takes."""
+        return sorted(n for n in self.saved if not any(_takes(k, n) for k in self.backward))
+
+    def stages(self) -> list[tuple[tuple[KernelText, ...], dict[str, Axes], list[str]]]:
+        """The backward kernels, those from the first scan to the last together, each with the rooms for values that it
+        is the first to use, and those that it is the last to."""
+        kinds = [k.kind for k in self.backward]
+        first, last = kinds.index("scan"), len(kinds) - kinds[::-1].index("scan")
+        before, walks, after = self.backward[:first], self.backward[first:last], self.backward[last:]
+        steps = [*((k,) for k in before), walks, *((k,) for k in after)]
+        uses = [{n for n in self.saved_late if any(_takes(k, n) for k in step)} for step in steps]
         stages = []
-        for i, k in enumerate(self.backward):
-            before, after = set().union(*uses[:i]), set().union(*uses[i + 1 :])
-            made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - before}
-            stages.append((k, made, sorted(uses[i] - after)))
+        for i, step in enumerate(steps):
+            earlier, later = set().union(*uses[:i]), set().union(*uses[i + 1 :])
+            made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - earlier}
+            stages.append((step, made, sorted(uses[i] - later)))
         return stages
 
     def kernels(self) -> tuple[KernelText, ...]:
         parts = (self.carry,) if self.carry else ()
         return self.forward + self.backward + parts + tuple(text for _, text in self.transfers)
+
+
+def _takes(kernel: KernelText, saved: str) -> bool:
+    """Whether a kernel loads or stores a saved value."""
+    return any(a.value == f'saved["{saved}"]' for a in kernel.arguments)
 
 
 def unit_tokens(lowered: Lowered) -> int:
@@ -103,17 +118,16 @@ def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
     def write(k: Kernel) -> KernelText:
         return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, weight, rounded)
 
-    def kept(scan: Kernel, role: str) -> dict[str, str]:
+    def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}
-        return {k: "input" if k in short else "float32" for k in scan.keeps}
+        return {name: "input" if name in short else "float32" for k in kernels for name in k.keeps}
 
-    scans = [next(k for k in kernels if k.kind == "scan") for kernels in (p.forward, p.backward)]
     return FormTexts(
         p.name,
         tuple(map(write, p.forward)),
         tuple(map(write, p.backward)),
-        kept(scans[0], "carry"),
-        kept(scans[1], "cocarry"),
+        kept(p.forward, "carry"),
+        kept(p.backward, "cocarry"),
         {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},
         write(p.parts.carry) if p.parts else None,

@@ -61,6 +61,8 @@ Role: TypeAlias = Literal[
 TOKEN_AXES: Axes = ("t", "s", "u")
 # products of tiles under a decay per channel
 DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
+# what takes much longer than a product of tiles
+DEAR = DECAYED | {"tri_inv"}
 ELEMENTWISE = frozenset(
     "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid abs sign step select".split()
 )

@@ -7,6 +7,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   computed for all chunks at once before it, and saved for the backward pass.
 - Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
   at once and share the gradients of the inputs among them.
+- Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
+  after the other, if these cost less: what a later one takes of an earlier one passes through memory (chains.py).
 - Where the carries are linear, and too few sequences would fill a GPU, each is walked in parts, side by side: first for
   the states at the parts' starts (`Parts`), then as above.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
@@ -23,8 +25,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.ir import (
-    DECAYED,
+    DEAR,
     TOKEN_AXES,
     Node,
     Program,
@@ -38,14 +41,13 @@ from ttmdsl.ir import (
 )
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
-from ttmdsl.schedule import Weight
-from ttmdsl.staging import staged
+from ttmdsl.schedule import FULL, Weight
+from ttmdsl.staging import ROOM, alive, cost, spilled, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
 Division = Sequence[Sequence[str]]
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
-DEAR = DECAYED | {"tri_inv"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Kernel:
     scan: one program for every sequence and head walks over the units and carries `carried` (leaf name to node at the
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
+    What a scan saves it stores where a backward pass may follow, but what is `across`, for a later scan, always.
     `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
     a value for every token in the inputs' dtype. `wide` products have twice its digits. `handed` values follow from the
     carries alone: found before a walk, and by each unit for the next.
@@ -68,6 +71,7 @@ class Kernel:
     carried: tuple[tuple[str, Node], ...] = ()
     keeps: tuple[str, ...] = ()
     saves: tuple[Node, ...] = ()
+    across: frozenset[Node] = frozenset()
     given: tuple[Node, ...] = ()
     blocked: str = ""
     exact: frozenset[Node] = frozenset()
@@ -92,10 +96,13 @@ class Kernel:
         """Leaves that this slice needs."""
         return [n for n in self.nodes() if n.op == "leaf"]
 
+    def walked(self) -> set[Node]:
+        """Leaves that a scan walks with."""
+        return {n for n in self.leaves() if self.kind == "scan" and n.role == self.role}
+
     def states(self) -> set[Node]:
         """Leaves that hold states at a unit's ends and that this kernel loads: all but those that it walks with."""
-        given = {"carry", "cocarry"} - ({self.role} if self.kind == "scan" else set())
-        return {n for n in self.leaves() if n.role in given}
+        return {n for n in self.leaves() if n.role in ("carry", "cocarry")} - self.walked()
 
     def giving(self, saved: tuple[Node, ...]) -> Kernel:
         """The kernel with those saved values that it needs."""
@@ -168,20 +175,24 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     later = [*carries(form.backward).values(), *gradients.values()]
 
     chained = tied(form.forward, "carry")
-    dear = any(n.op in DEAR and n not in chained for n in reachable(ends))
-    before = _prologue(f"_{name}_forward_free", form.forward, ends, "carry", ()) if dear else None
+    before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ()) if _dear(ends, chained, ()) else None
     saved = before.saves if before else ()
-    ways: list[tuple[float, tuple[Node, ...], list[Kernel], Division]] = []
+    handed = tuple(carries(form.forward).items())
+    scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, False, tuple(y.items()), handed, kept)
+    passed = _passed(_scans(scan, saved, weight))
+    ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
     for least in (1, 2):
-        cuts = _cuts(form.forward, ends, later, saved, chained, least)
+        cuts = _cuts(form.forward, ends, later, (*saved, *passed), chained, least)
         if not ways or cuts != ways[0][1]:  # the second way keeps the first's division, which takes long to find
-            cost, kernels, division = _backward(name, form, gradients, (*saved, *cuts), weight, division)
-            ways.append((cost + len(cuts), cuts, kernels, division))  # what is saved is written once, too
-    _, cuts, backward, division = min(ways, key=lambda way: way[0])
-    forward = _scan(f"_{name}_forward_scan", form.forward, y, kept, False, saved, cuts)
+            scans = _scans(replace(scan, saves=cuts), saved, weight)
+            have = (*saved, *_passed(scans), *cuts)
+            price, kernels, division = _backward(name, form, gradients, have, weight, division)
+            ways.append((price + len(cuts), cuts, scans, kernels, division))  # what is saved is written once, too
+    _, _, scans, backward, division = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, before.saves if before else ())
     first = staged(before, weight)[1] if before else []
-    found = Plan(name, (*first, forward), tuple(backward), parts, division)
+    found = Plan(name, (*first, *scans), tuple(backward), parts, division)
+    found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     return _careful(found) if steep(form.forward) else found
 
 
@@ -194,16 +205,20 @@ def _backward(
     division: Division,
 ) -> tuple[float, list[Kernel], Division]:
     """The kernels of the backward pass, given what the forward one saves; before them what all but the scan cost."""
-    d_ends = list(carries(form.backward).values())
-    free = _prologue(f"_{name}_backward_free", form.backward, d_ends, "cocarry", saved)
+    handed = carries(form.backward)
+    d_ends, chained = list(handed.values()), tied(form.backward, "cocarry")
+    free = _prologue(f"_{name}_backward_free", form.backward, d_ends, chained, saved)
     price, kernels = staged(free, weight) if free else (0.0, [])
     saved += free.saves if free else ()
-    cuts = _cuts(form.backward, d_ends, gradients.values(), saved, tied(form.backward, "cocarry"), 1)
+    cuts = _cuts(form.backward, d_ends, gradients.values(), saved, chained, 1)
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
-    kernels = [*kernels, _scan(f"_{name}_backward_scan", form.backward, {}, tuple(sorted(used)), True, saved, cuts)]
-    division, shared = shares(form.backward, gradients, (*saved, *cuts), weight, [division] if division else None)
-    for i, (cost, share) in enumerate(shared):
-        price += cost
+    scan = Kernel(f"_{name}_backward_scan_kernel", "scan", form.backward, True, (), tuple(handed.items()))
+    scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
+    kernels += scans
+    have = (*saved, *_passed(scans), *cuts)
+    division, shared = shares(form.backward, gradients, have, weight, [division] if division else None)
+    for i, (paid, share) in enumerate(shared):
+        price += paid
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
     return price, kernels, division
 
@@ -216,8 +231,10 @@ def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None
     kernels = []
     for i, t in enumerate(found):
         bare = program.with_outputs({f"carry:{t.memory}": t.end})
-        kernels.append((t, _scan(f"_{name}_transfer_{i + 1}", bare, {}, (), False, saved, ())))
-    return Parts(_scan(f"_{name}_carry", program, {}, (), False, saved, ()), tuple(kernels))
+        kernel = Kernel(f"_{name}_transfer_{i + 1}_kernel", "scan", bare, carried=((t.memory, t.end),))
+        kernels.append((t, _placed(kernel, saved)))
+    carry = Kernel(f"_{name}_carry_kernel", "scan", program, carried=tuple(carries(program).items()))
+    return Parts(_placed(carry, saved), tuple(kernels))
 
 
 def tied(program: Program, role: str) -> set[Node]:
@@ -235,17 +252,39 @@ def steep(program: Program) -> bool:
     return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
 
 
+def walking(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """Those from the first scan to the last."""
+    scans = [i for i, k in enumerate(kernels) if k.kind == "scan"]
+    return kernels[scans[0] : scans[-1] + 1]
+
+
 def _careful(p: Plan) -> Plan:
     """The same for carries that enlarge rounding: products on which a carry depends are wide, and what scans save or
     are given is exact."""
-    scans = [k for k in p.kernels() if k.kind == "scan"]
-    exact = frozenset(n for k in scans for n in (*k.saves, *k.given))
-    wide = frozenset(n for k in scans for n in reachable((v for _, v in k.carried), exact) if is_product(n))
+    exact: set[Node] = set()
+    wide: set[Node] = set()
+    for kernels in (p.forward, p.backward):
+        saves = {n for k in walking(kernels) for n in k.saves}
+        given = {n for k in walking(kernels) for n in k.given} - saves
+        exact |= saves | given
+        chain = reachable((v for k in walking(kernels) for _, v in k.carried), given)
+        wide.update(filter(is_product, chain))
 
-    def careful(k: Kernel) -> Kernel:
-        return replace(k, exact=k.exact | exact, wide=wide if k.kind == "scan" else frozenset())
+    def careful(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        walks = {k.name for k in walking(kernels)}
+        return tuple(replace(k, wide=frozenset(wide) if k.name in walks else frozenset()) for k in kernels)
 
-    return replace(p, forward=tuple(map(careful, p.forward)), backward=tuple(map(careful, p.backward)))
+    p = _exactly(p, frozenset(exact))
+    return replace(p, forward=careful(p.forward), backward=careful(p.backward))
+
+
+def _exactly(p: Plan, exact: frozenset[Node]) -> Plan:
+    """The same with these values in float32 wherever they pass between kernels."""
+
+    def exactly(k: Kernel) -> Kernel:
+        return replace(k, exact=k.exact | exact)
+
+    return replace(p, forward=tuple(map(exactly, p.forward)), backward=tuple(map(exactly, p.backward)))
 
 
 def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
@@ -305,9 +344,15 @@ def _cuts(
     return found
 
 
-def _prologue(name: str, program: Program, roots: Iterable[Node], role: str, given: tuple[Node, ...]) -> Kernel | None:
+def _dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]) -> bool:
+    """Whether something that the roots need is dear and free of the chain."""
+    return any(n.op in DEAR and n not in chained and n not in given for n in reachable(roots, set(given)))
+
+
+def _prologue(
+    name: str, program: Program, roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]
+) -> Kernel | None:
     """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear."""
-    chained = tied(program, role)
     nodes = reachable(roots, set(given))
     chain = [n for n in nodes if n in chained and n not in given]
     border = {a: _sources(a, given) for n in chain for a in n.args if a not in chained and a.axes}
@@ -335,19 +380,79 @@ def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
     return nearest(node, lambda n: n.op in DEAR or is_product(n), given.__contains__)
 
 
-def _scan(
-    name: str,
-    program: Program,
-    outputs: dict[str, Node],
-    keeps: tuple[str, ...],
-    reverse: bool,
-    saved: tuple[Node, ...],
-    cuts: tuple[Node, ...],
-) -> Kernel:
-    carried = carries(program)
-    blocked = free_axis(program, [*outputs.values(), *carried.values(), *cuts], saved)
-    stored = tuple(outputs.items()), tuple(carried.items()), keeps, cuts
-    return Kernel(f"{name}_kernel", "scan", program, reverse, *stored, blocked=blocked).giving(saved)
+def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kernel]:
+    """The scan; or, where it has no room and several cost less, one for each of some groups of its carries."""
+    whole = _placed(whole, saved)
+    groups = chains(whole.program, whole.role)
+    if len(groups) == 1 or alive(whole, FULL) <= ROOM:
+        return [whole]
+
+    def several(groups: Sequence[tuple[str, ...]]) -> list[Kernel]:
+        found = walks(whole.program, whole.role, groups, [*(v for _, v in whole.outputs), *whole.saves], FULL)
+        return _walked(whole, saved, found, weight) if len(found) > 1 else [whole]
+
+    least = several(groups)
+    beside = {name: (k.name, alive(k, FULL) - held(k)) for k in least for name, _ in k.carried}
+
+    def price(kernels: Iterable[Kernel]) -> float:
+        """A scan of several walks spills in each of them, beside the states of all."""
+        spills = 0.0
+        for k in (k for k in kernels if k.kind == "scan"):
+            each = dict(beside[name] for name, _ in k.carried).values()
+            spills += max(spilled(alive(k, FULL)), sum(spilled(tiles + held(k)) for tiles in each))
+        return spills + sum(work(k) if k.kind == "scan" else cost(k, weight) for k in kernels)
+
+    ways = [least]
+    while len(groups := [tuple(name for name, _ in k.carried) for k in ways[-1] if k.kind == "scan"]) > 1:
+        joined = ([*groups[:i], groups[i] + groups[i + 1], *groups[i + 2 :]] for i in range(len(groups) - 1))
+        ways.append(min(map(several, joined), key=price))
+    return min(ways, key=price)
+
+
+def held(scan: Kernel) -> float:
+    """The tiles that a scan holds from unit to unit."""
+    return sum(map(FULL, scan.walked()))
+
+
+def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk], weight: Weight) -> list[Kernel]:
+    """A kernel for each walk, in place of the scan that is all of them; before it others for what is dear and follows
+    from earlier walks alone."""
+    exact = frozenset(n for walk in found for n in walk.exact)
+    handed = {name for name, _ in whole.carried}
+    kernels: list[Kernel] = []
+    for i, walk in enumerate(found):
+        scan = replace(
+            whole,
+            name=whole.name.replace("_kernel", f"_{i + 1}_kernel"),
+            outputs=tuple((k, v) for k, v in whole.outputs if v in walk.wanted),
+            carried=tuple((k, v) for k, v in whole.carried if k in walk.carried),
+            # what no unit hands on is there for the first unit alone, which any of them may keep
+            keeps=tuple(k for k in whole.keeps if k in walk.carried or (k not in handed and i == 0)),
+            saves=tuple(dict.fromkeys((*(n for n in whole.saves if n in walk.wanted), *walk.across))),
+            across=frozenset(walk.across),
+            exact=exact,
+        )
+        given = (*saved, *walk.given)
+        chained = depends_on(scan.roots, scan.giving(given).walked())
+        if _dear(scan.roots, chained, given):
+            free = _prologue(f"{scan.name.removesuffix('_kernel')}_free", whole.program, scan.roots, chained, given)
+            if free:
+                kernels += staged(replace(free, exact=exact), weight)[1]
+                given += free.saves
+        kernels.append(_placed(scan, given))
+    return kernels
+
+
+def _passed(kernels: Sequence[Kernel]) -> tuple[Node, ...]:
+    """What was saved for one of several scans, and serves all kernels after them, too: in float32, or free of its
+    carries."""
+    taken = {n for k in kernels if k.kind == "scan" for n in k.given}
+    return tuple(n for k in kernels for n in k.saves if n in taken and (k.kind == "map" or n in k.across & k.exact))
+
+
+def _placed(scan: Kernel, saved: tuple[Node, ...]) -> Kernel:
+    """A scan with the dim that its grid may split, and what it needs of the values saved before it."""
+    return replace(scan, blocked=free_axis(scan.program, scan.roots, saved)).giving(saved)
 
 
 def shares(

@@ -38,6 +38,9 @@ def weights(tokens: int) -> Weight:
     return weight
 
 
+FULL = weights(64)  # in a loop, tiles of few tokens lie as the states do that they meet: on all warps
+
+
 def peak(
     order: Sequence[Node],
     kept: Iterable[Node],

@@ -45,18 +45,47 @@ def cost(kernel: Kernel, weight: Weight) -> float:
 
 
 def _cost(kernel: Kernel, order: Sequence[Node], weight: Weight) -> float:
-    tiles = [n for n in dict.fromkeys(a for n in order for a in operands(n)) if len(n.axes) == 2]
-    moved = [n for n in tiles if n.op == "leaf" or n in kernel.given]
+    return _work(kernel, order) + spilled(_alive(kernel, order, weight))
+
+
+def work(kernel: Kernel) -> float:
+    """What a kernel costs but for what it spills."""
+    return _work(kernel, computed(kernel))
+
+
+def _work(kernel: Kernel, nodes: Sequence[Node]) -> float:
+    tiles = [n for n in dict.fromkeys(a for n in nodes for a in operands(n)) if len(n.axes) == 2]
+    walked = kernel.walked()
+    moved = [n for n in tiles if (n.op == "leaf" and n not in walked) or n in kernel.given]
     moved += [n for n in kernel.saves if len(n.axes) == 2]
     traffic = sum(1.0 if n.axes[0] in TOKEN_AXES and n not in kernel.exact else 2.0 for n in moved)
-    products = sum(PRODUCT * is_product(n) + DECAY * (n.op in DECAYED) for n in order)
-    over = max(0.0, peak_of_loads(order, weight) - ROOM)
-    return LAUNCH + products + traffic + over * (SPILL + CROWD * over)
+    products = sum(PRODUCT * is_product(n) + DECAY * (n.op in DECAYED) for n in nodes)
+    return LAUNCH + products + traffic
+
+
+def spilled(tiles: float) -> float:
+    """What it costs to keep so many tiles alive."""
+    over = max(0.0, tiles - ROOM)
+    return over * (SPILL + CROWD * over)
+
+
+def alive(kernel: Kernel, weight: Weight) -> float:
+    """The most tiles that a kernel keeps in registers at once."""
+    return _alive(kernel, ordered(kernel, weight), weight)
+
+
+def _alive(kernel: Kernel, order: Sequence[Node], weight: Weight) -> float:
+    """With this order; in a scan with those that it walks with. What a scan loads for a unit is in shared memory."""
+    if kernel.kind == "map":
+        return peak_of_loads(order, weight)
+    return peak(order, [v for _, v in kernel.carried], operands, weight) + sum(map(weight, kernel.walked()))
 
 
 def ordered(kernel: Kernel, weight: Weight) -> list[Node]:
     """What a kernel computes, in the order of least peak."""
     nodes = computed(kernel)
+    if kernel.kind == "scan":
+        return best_order(nodes, [v for _, v in kernel.carried], operands, weight)
     return best_order(nodes, [], operands, weight, _outside(nodes))
 
 
@@ -82,8 +111,9 @@ def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
         for a in (s for x in operands(n) for s in _crossing(x, cheap)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
-    # what products alone take of it, they would round anyway
-    exact = frozenset(a for n in place if not is_product(n) for a in operands(n) if a in crossing)
+    # what products alone take of it, they would round anyway; what is saved for others passes as it is saved
+    taken = (a for n in place if not is_product(n) for a in operands(n))
+    exact = kernel.exact | {a for a in taken if a in crossing and a not in kernel.saves}
     result: list[Kernel] = []
     known = kernel.given
     for i in range(len(segments)):

@@ -30,7 +30,7 @@ from ttmdsl.print_triton import (
     store_token,
 )
 from ttmdsl.printer import Names
-from ttmdsl.schedule import Weight, weights
+from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -43,8 +43,6 @@ LOCALS = frozenset(
     " step".split()
 )
 
-
-FULL = weights(64)  # in a loop, tiles of few tokens lie as the states do that they meet: on all warps
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
 
 
@@ -246,13 +244,14 @@ class KernelWriter:
         lines = self.printer.emit(ends, named=ends)
         return lines, {self.printer.text[n]: end for n, end in ends.items()}
 
-    def stores(self, kernel: Kernel, keep: bool) -> dict[Node, Callable[[], list[str]]]:
-        """For every output and saved value of a kernel, what makes the lines that store it."""
+    def stores(self, kernel: Kernel) -> dict[Node, Callable[[], list[str]]]:
+        """For every output and saved value of a kernel, what makes the lines that store it: of a scan, where a backward
+        pass may follow or a later scan takes it."""
         actions: dict[Node, list[Callable[[], list[str]]]] = {}
 
         def save(node: Node) -> list[str]:
             line = store_saved(self.saved(node, kernel), node.axes, self.printer.text[node])
-            return ["if KEEP:", f"    {line}"] if keep else [line]
+            return ["if KEEP:", f"    {line}"] if kernel.kind == "scan" and node not in kernel.across else [line]
 
         for name, value in kernel.outputs:
             actions.setdefault(value, []).append(functools.partial(self.store_output, name, value, "u * H + h"))
@@ -328,7 +327,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
         loads += [writer.load(leaf) for leaf in leaves if leaf.role == "carry"]
     found, handed = writer.handed(kernel.handed)
     text.before += found
-    text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel, keep=True))]
+    text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel))]
     text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
     ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
     for name, value in results.items():
@@ -353,7 +352,7 @@ def _moved(names: Names, new: dict[str, str]) -> list[str]:
 def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = ()) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind, rounded))
-    printer = _printer(kernel.program, spec, weight)
+    printer = _printer(kernel.program, spec, weight, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
     tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
@@ -361,7 +360,7 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in tensors) for line in lines]
     text.body += writer.given(kernel)
     printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
-    text.body += printer.emit(kernel.roots, writer.stores(kernel, keep=False))
+    text.body += printer.emit(kernel.roots, writer.stores(kernel))
     text.alive = round(printer.alive, 1)
     return text
 
