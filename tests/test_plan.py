@@ -210,3 +210,12 @@ def test_a_vector_is_saved_for_a_scan_that_would_multiply_for_it_alone() -> None
     assert set(vectors) <= set(free.saves)
     for vector in vectors:
         assert any(is_product(n) for n in reachable([vector]))
+
+
+def test_weights_of_tokens_are_found_before_a_scan_that_would_take_several_products_for_them() -> None:
+    def before(name: str, consts: dict[str, float]) -> list[tuple[str, ...]]:
+        kernels = plan("chunk", forms(name, consts)["chunk"], FULL).forward
+        return [n.axes for k in kernels if k.kind == "map" for n in k.saves if len(n.axes) > 1]
+
+    assert before("titans_linear", {"b": 64.0}) == [("t", "s")]  # momentum's, and with them the scores
+    assert before("mamba2", {}) == []  # one product, q k

@@ -175,7 +175,9 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     later = [*carries(form.backward).values(), *gradients.values()]
 
     chained = tied(form.forward, "carry")
-    before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ()) if _dear(ends, chained, ()) else None
+    before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
+    if before and not (_dear(ends, chained, ()) or _weighs(before)):
+        before = None
     saved = before.saves if before else ()
     handed = tuple(carries(form.forward).items())
     scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, False, tuple(y.items()), handed, kept)
@@ -347,6 +349,12 @@ def _cuts(
 def _dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]) -> bool:
     """Whether something that the roots need is dear and free of the chain."""
     return any(n.op in DEAR and n not in chained and n not in given for n in reachable(roots, set(given)))
+
+
+def _weighs(free: Kernel) -> bool:
+    """Whether several products go to weights of tokens, and to nothing as large as an input: what each block of a
+    scan's grid would compute again, in the chain of its units."""
+    return sum(map(is_product, free.nodes())) > 1 and all(set(n.axes) <= set(TOKEN_AXES) for n in free.saves)
 
 
 def _prologue(
