@@ -7,14 +7,16 @@ generated module does.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import gc
 import importlib.util
 import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -89,14 +91,27 @@ def _module(text: str, filename: str, consts: Mapping[str, float]) -> ModuleType
         if name not in sys.modules:
 
             def build() -> str:
-                from ttmdsl.pipeline import compile_source
+                with _uncollected():
+                    from ttmdsl.pipeline import compile_source
 
-                return compile_source(text, filename, consts, options)
+                    return compile_source(text, filename, consts, options)
 
             named = re.search(r"^\s*layer\s+([A-Za-z]\w*)", text, re.MULTILINE | re.ASCII)
             path = cache.fetch(options.cache, snake_case(named[1]) if named else "layer", key, build)
             _import(name, path)
         return sys.modules[name]
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looks for garbage: a compilation, and the import of sympy, make much and let go of little."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def _import(name: str, path: Path) -> None:

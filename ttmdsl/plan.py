@@ -51,7 +51,7 @@ Division = Sequence[Sequence[str]]
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One kernel: a slice of a program.
 
@@ -393,22 +393,25 @@ def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kerne
     """The scan; or, where it has no room and several cost less, one for each of some groups of its carries."""
     whole = _placed(whole, saved)
     groups = chains(whole.program, whole.role)
-    if len(groups) == 1 or alive(whole, FULL) <= ROOM:
+    tiles = functools.cache(lambda scan: alive(scan, FULL))
+    if len(groups) == 1 or tiles(whole) <= ROOM:
         return [whole]
 
     def several(groups: Sequence[tuple[str, ...]]) -> list[Kernel]:
+        if len(groups) == 1:
+            return [whole]
         found = walks(whole.program, whole.role, groups, [*(v for _, v in whole.outputs), *whole.saves], FULL)
         return _walked(whole, saved, found, weight) if len(found) > 1 else [whole]
 
     least = several(groups)
-    beside = {name: (k.name, alive(k, FULL) - held(k)) for k in least for name, _ in k.carried}
+    beside = {name: (k.name, tiles(k) - held(k)) for k in least for name, _ in k.carried}
 
     def price(kernels: Iterable[Kernel]) -> float:
         """A scan of several walks spills in each of them, beside the states of all."""
         spills = 0.0
         for k in (k for k in kernels if k.kind == "scan"):
             each = dict(beside[name] for name, _ in k.carried).values()
-            spills += max(spilled(alive(k, FULL)), sum(spilled(tiles + held(k)) for tiles in each))
+            spills += max(spilled(tiles(k)), sum(spilled(beside_it + held(k)) for beside_it in each))
         return spills + sum(work(k) if k.kind == "scan" else cost(k, weight) for k in kernels)
 
     ways = [least]
