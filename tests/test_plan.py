@@ -11,11 +11,9 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import Program, is_matmul, is_product, original, reachable
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split, steep
-from ttmdsl.schedule import weights
+from ttmdsl.schedule import FULL, weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, staged
 from ttmdsl.write_kernel import saved_name
-
-FULL = weights(64)
 
 
 def plans() -> list[tuple[str, Form, Plan]]:

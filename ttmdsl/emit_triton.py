@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ttmdsl.ir import DECAYED, Axes
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Division, Kernel, Plan, carries, plan
+from ttmdsl.plan import Division, Kernel, Plan, carries, plan, walks_at
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
@@ -55,10 +55,9 @@ class FormTexts:
     def stages(self) -> list[tuple[tuple[KernelText, ...], dict[str, Axes], list[str]]]:
         """The backward kernels, those from the first scan to the last together, each with the rooms for values that it
         is the first to use, and those that it is the last to."""
-        kinds = [k.kind for k in self.backward]
-        first, last = kinds.index("scan"), len(kinds) - kinds[::-1].index("scan")
-        before, walks, after = self.backward[:first], self.backward[first:last], self.backward[last:]
-        steps = [*((k,) for k in before), walks, *((k,) for k in after)]
+        walks = walks_at(k.kind for k in self.backward)
+        before, after = self.backward[: walks.start], self.backward[walks.stop :]
+        steps = [*((k,) for k in before), self.backward[walks], *((k,) for k in after)]
         uses = [{n for n in self.saved_late if any(_takes(k, n) for k in step)} for step in steps]
         stages = []
         for i, step in enumerate(steps):
@@ -105,7 +104,7 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
         texts.append(_form_texts(spec, found, weight))
     last = Form(regrouped(last.forward), regrouped(last.backward))
     token = token_kernel(last)
-    backward = write_token_backward(spec, last, "_token_backward_kernel")
+    backward = write_token_backward(spec, last, token.handed, "_token_backward_kernel")
     scan = write_scan(spec, token)
     texts.append(FormTexts("token", (scan,), (backward,), dict.fromkeys(token.keeps, "float32"), {}))
     return texts
@@ -163,7 +162,8 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         chunk=unit_tokens(lowered),
         per_channel=bool(ops & DECAYED),
         cut=any(c.carry for c in chunks),
-        joined=any(t.elementwise for c in chunks for t, _ in c.transfers),
+        elementwise=any(t.elementwise for c in chunks for t, _ in c.transfers),
+        by_matrix=any(not t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,
         tensors={t.keyword: t.shape for t in spec.tensors},
         idle=[k for k in keywords if any(f"d:{k}" not in f.backward.outputs for f in forms.values())],

@@ -192,7 +192,7 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
             price, kernels, division = _backward(name, form, gradients, have, weight, division)
             ways.append((price + len(cuts), cuts, scans, kernels, division))  # what is saved is written once, too
     _, _, scans, backward, division = min(ways, key=lambda way: way[0])
-    parts = _parts(name, form.forward, before.saves if before else ())
+    parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
     found = Plan(name, (*first, *scans), tuple(backward), parts, division)
     found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
@@ -255,10 +255,15 @@ def steep(program: Program) -> bool:
     return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
 
 
+def walks_at(kinds: Iterable[Kind]) -> slice:
+    """Where, among kernels of these kinds, those from the first scan to the last are."""
+    scans = [i for i, kind in enumerate(kinds) if kind == "scan"]
+    return slice(scans[0], scans[-1] + 1)
+
+
 def walking(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
     """Those from the first scan to the last."""
-    scans = [i for i, k in enumerate(kernels) if k.kind == "scan"]
-    return kernels[scans[0] : scans[-1] + 1]
+    return kernels[walks_at(k.kind for k in kernels)]
 
 
 def _careful(p: Plan) -> Plan:

@@ -162,12 +162,8 @@ class _Rewriter:
 
     def sum_of_terms(self, terms: list[Term], axes: Axes) -> Node:
         """A tile from its terms; atoms first, to which the others are added."""
-        total: Node | None = None
-        for t in sorted(terms, key=lambda t: not t.atoms):
-            value = self.b.product([t.u, t.w, *t.atoms])
-            total = value if total is None else self.b.add(total, value)
-        assert total is not None
-        return self.b.expand(total, axes)
+        ordered = sorted(terms, key=lambda t: not t.atoms)
+        return self.b.expand(self.total(self.b.product([t.u, t.w, *t.atoms]) for t in ordered), axes)
 
     # -- sums over an axis -----------------------------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class _Rewriter:
                 return self.scaled(node.args[0], self.b.const(-1.0))
             case "mul":
                 for x, y in (node.args, node.args[::-1]):
-                    if self.alone(x) and set(y.axes) <= set(x.axes) and (not y.axes or len(self.dots[x][0]) > 0):
+                    if self.alone(x) and set(y.axes) <= set(x.axes):
                         return self.scaled(x, self.node(y))
             case "add" if any(map(self.alone, node.args)) and node.args[0] is not node.args[1]:
                 dots, rest = [], self.b.const(0.0)
@@ -223,7 +219,7 @@ class _Rewriter:
         if len(axes) != 2 or not any(a in self.terms or len(a.axes) == 2 for a in node.args):
             return None
         if len(node.args) == 2 and node.args[0] is node.args[1]:
-            terms = [Term(self.one, self.one, (self.tile_of(node.args[0]),) * 2)]
+            terms = [Term(self.one, self.one, (self.node(node.args[0]),) * 2)]
         else:
             terms = [Term(self.one, self.one)]
             for a in node.args:
@@ -252,18 +248,12 @@ class _Rewriter:
     def total(self, values: Iterable[Node]) -> Node:
         return functools.reduce(self.b.add, values, self.b.const(0.0))
 
-    def tile_of(self, node: Node) -> Node:
-        new = self.node(node)
-        return new.args[0] if new.op == "expand" and len(new.args[0].axes) == 2 else new
-
     def sum_of_dot(self, d: Dot) -> Node:
         """One sum over an axis, times its outer vector."""
         if len(d.parts) > 1:
             whole = self.total(self.b.product([v, *atoms]) for v, atoms in d.parts)
             return self.b.mul(d.outer, self.b.sum(whole, (d.axis,)))
         ((inner, (x, *more)),) = d.parts
-        if not more and not inner.axes:
-            return self.b.mul(d.outer, self.b.mul(inner, self.b.sum(x, (d.axis,))))
         return self.b.mul(d.outer, self.b.contract(self.b.product([inner, *more]), x, (d.axis,)))
 
     def sum_of_dots(self, old: Node) -> Node:

@@ -34,7 +34,6 @@ from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
-from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature
 
 LOCALS = frozenset(
@@ -365,8 +364,9 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     return text
 
 
-def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
-    """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
+def write_token_backward(spec: LayerSpec, form: Form, handed_on: Iterable[tuple[Node, Node]], name: str) -> KernelText:
+    """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse.
+    `handed_on`: what follows from the carries alone, as in the forward kernel."""
     text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
     forward, backward = carries(form.forward), form.backward.outputs
     roots = list(backward.values())
@@ -384,7 +384,7 @@ def write_token_backward(spec: LayerSpec, form: Form, name: str) -> KernelText:
         replay.text[leaf] = printer.names.get(leaf_name)
         text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', leaf, 'u * H + h')}")
         text.keep.append(writer.store_state("scratch", leaf, "slot", replay.text[leaf]))
-    found, handed = replayer.handed(handed_on(form.forward).items())
+    found, handed = replayer.handed(handed_on)
     text.again += found
     text.keep += replay.emit([*(v for k, v in forward.items() if k in states), *handed.values()])
     new = {replay.text[states[k]]: replay.sanitized(v) for k, v in forward.items() if k in states}
