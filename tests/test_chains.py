@@ -85,7 +85,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def planned(name: str, consts: dict[str, float], kind: str = "chunk") -> tuple[Form, Plan]:
     form = forms(name, consts)[kind]
-    return form, plan(kind, form, FULL)
+    return form, plan(kind, form)
 
 
 def scans(kernels: tuple[Kernel, ...]) -> list[Kernel]:

@@ -21,7 +21,7 @@ def plans() -> list[tuple[str, Form, Plan]]:
     for name, consts in LAYERS:
         for kind, form in forms(name, consts).items():
             if kind != "token":
-                found.append((f"{name} {consts} {kind}", form, plan(kind, form, FULL)))
+                found.append((f"{name} {consts} {kind}", form, plan(kind, form)))
     return found
 
 
@@ -78,7 +78,7 @@ def test_what_is_saved_is_loaded_as_it_was_saved(form: Form, found: Plan) -> Non
 @pytest.mark.parametrize(("name", "kind"), [("ttt_mlp", "chunk"), ("ttt_mlp", "resumed"), ("titans", "chunk")])
 def test_what_several_kernels_in_a_row_pass_on_they_also_save(name: str, kind: str) -> None:
     """One of them takes by single elements what is saved for products of later kernels."""
-    assert not saved_otherwise(plan(kind, forms(name, {"b": 64})[kind], FULL))
+    assert not saved_otherwise(plan(kind, forms(name, {"b": 64})[kind]))
 
 
 @every_plan
@@ -130,7 +130,7 @@ def peak_of(kernel: Kernel) -> float:
 
 def test_a_kernel_of_many_tiles_is_several_that_have_more_room() -> None:
     form = forms("trellis", {"b": 4})["chunk"]
-    found = plan("chunk", form, FULL)
+    found = plan("chunk", form)
     parts = [k for k in found.backward if k.exact]
     assert len(parts) > 4
     for part in parts:
@@ -138,7 +138,7 @@ def test_a_kernel_of_many_tiles_is_several_that_have_more_room() -> None:
     gradients = tuple((k[2:], v) for k, v in form.backward.outputs.items() if k.startswith("d:"))
     whole = Kernel("_whole_kernel", "map", form.backward, outputs=gradients)
     assert max(map(peak_of, parts)) < peak_of(whole) / 2
-    assert not any(k.exact for k in plan("chunk", forms("linear_attention", {})["chunk"], FULL).backward)
+    assert not any(k.exact for k in plan("chunk", forms("linear_attention", {})["chunk"]).backward)
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])
@@ -165,7 +165,7 @@ def test_no_kernel_is_cut_that_costs_less_whole(tokens: int) -> None:
     ],
 )
 def test_states_that_products_alone_take_are_rounded(name: str, expected: set[tuple[str, str]]) -> None:
-    found = plan("chunk", forms(name, {"b": 4} if name == "ttt_mlp" else {})["chunk"], FULL).rounded()
+    found = plan("chunk", forms(name, {"b": 4} if name == "ttt_mlp" else {})["chunk"]).rounded()
     assert {(n.role, n.name) for n in found} == expected
 
 
@@ -188,7 +188,7 @@ def test_products_are_wide_where_a_state_is_divided_by_its_length(
     name: str, consts: dict[str, float], expected: bool
 ) -> None:
     form = forms(name, consts)["chunk"]
-    found = plan("chunk", form, FULL)
+    found = plan("chunk", form)
     assert steep(form.forward) == expected
     for kernel in found.kernels():
         chain = reachable((v for _, v in kernel.carried), set(kernel.given))
@@ -201,7 +201,7 @@ def test_products_are_wide_where_a_state_is_divided_by_its_length(
 
 def test_a_vector_is_saved_for_a_scan_that_would_multiply_for_it_alone() -> None:
     """What a backward scan takes of the inputs and the state's direction alone comes from the kernel before it."""
-    backward = plan("chunk", forms("lattice_sim", {"b": 4, "project": 0})["chunk"], FULL).backward
+    backward = plan("chunk", forms("lattice_sim", {"b": 4, "project": 0})["chunk"]).backward
     free, scan = backward[:2]
     vectors = [n for n in scan.given if len(n.axes) == 1]
     assert vectors
@@ -212,7 +212,7 @@ def test_a_vector_is_saved_for_a_scan_that_would_multiply_for_it_alone() -> None
 
 def test_weights_of_tokens_are_found_before_a_scan_that_would_take_several_products_for_them() -> None:
     def before(name: str, consts: dict[str, float]) -> list[tuple[str, ...]]:
-        kernels = plan("chunk", forms(name, consts)["chunk"], FULL).forward
+        kernels = plan("chunk", forms(name, consts)["chunk"]).forward
         return [n.axes for k in kernels if k.kind == "map" for n in k.saves if len(n.axes) > 1]
 
     assert before("titans_linear", {"b": 64.0}) == [("t", "s")]  # momentum's, and with them the scores

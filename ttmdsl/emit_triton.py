@@ -48,6 +48,21 @@ class FormTexts:
     carry: KernelText | None = None
     transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
+    @property
+    def held(self) -> list[str]:
+        """States that wait in memory from unit to unit."""
+        return [name for k in self.forward for name in k.held]
+
+    @property
+    def d_held(self) -> list[str]:
+        """Cotangents that do."""
+        return [name for k in self.backward for name in k.held]
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether y is read, for all units at once, of states that a scan keeps."""
+        return any(k.kind == "map" for k in self.forward[walks_at(k.kind for k in self.forward).stop :])
+
     def unused(self) -> list[str]:
         """Values saved by forward kernels that no backward kernel takes."""
         return sorted(n for n in self.saved if not any(_takes(k, n) for k in self.backward))
@@ -94,14 +109,14 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     """All kernels of a layer: the chunk forms where there are any, last the sequential form."""
     spec = lowered.rule.spec
     tokens = unit_tokens(lowered)
-    weight = weights(max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens)
+    tokens = max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens
     *chunks, (_, last) = _forms(lowered).items()
     texts: list[FormTexts] = []
     division: Division = ()
     for name, form in chunks:
-        found = plan(name, form, weight, division)
+        found = plan(name, form, tokens, division)
         division = found.division
-        texts.append(_form_texts(spec, found, weight))
+        texts.append(_form_texts(spec, found, weights(tokens)))
     last = Form(regrouped(last.forward), regrouped(last.backward))
     token = token_kernel(last)
     backward = write_token_backward(spec, last, token.handed, "_token_backward_kernel")

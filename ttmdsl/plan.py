@@ -12,6 +12,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   after the other, if these cost less: what a later one takes of an earlier one passes through memory (chains.py).
 - Where the carries are linear, and too few sequences would fill a GPU, each is walked in parts, side by side: first for
   the states at the parts' starts (`Parts`), then as above.
+- Kernels walk over the blocks of a dim that memories alone have (rounds.py). Their states pass through memory from unit
+  to unit, so what is read of them may be computed for all units at once, after the scan, where that costs less.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
 
 Does not choose tile sizes or warps: that is the launch's business (codegen/triton.py.j2).
@@ -42,8 +44,9 @@ from ttmdsl.ir import (
 )
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
-from ttmdsl.schedule import FULL, Weight
-from ttmdsl.staging import ROOM, alive, cost, spilled, staged, work
+from ttmdsl.rounds import inner_dim, rounds
+from ttmdsl.schedule import FULL, Weight, weights
+from ttmdsl.staging import APART, ROOM, alive, cost, spilled, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
@@ -58,10 +61,12 @@ class Kernel:
     scan: one program for every sequence and head walks over the units and carries `carried` (leaf name to node at the
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
-    What a scan saves it stores where a backward pass may follow, but what is `across`, for a later scan, always.
-    `blocked` is a dim that the grid may split, or "". `exact` values pass between kernels in float32; others that have
-    a value for every token in the inputs' dtype. `wide` products have twice its digits. `handed` values follow from the
-    carries alone: found before a walk, and by each unit for the next.
+    What a scan saves or keeps it stores where a backward pass may follow, but what is `across`, for a later kernel of
+    the forward pass, always.
+    `blocked` is a dim that the grid may split, or ""; `inner` one over whose blocks the kernel walks (rounds.py).
+    `exact` values pass between kernels in float32; others that have a value for every token in the inputs' dtype.
+    `wide` products have twice its digits. `handed` values follow from the carries alone: found before a walk, and by
+    each unit for the next.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Kernel:
     across: frozenset[Node] = frozenset()
     given: tuple[Node, ...] = ()
     blocked: str = ""
+    inner: str = ""
     exact: frozenset[Node] = frozenset()
     wide: frozenset[Node] = frozenset()
     handed: tuple[tuple[Node, Node], ...] = ()
@@ -166,22 +172,28 @@ def carries(program: Program) -> dict[str, Node]:
     return {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
 
 
-def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan:
-    """The kernels of a chunk form; `weight` is what its values weigh in registers. `division`: which gradients share
-    kernels, where a form with the same ones has said so."""
+def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Plan:
+    """The kernels of a chunk form in units of so many tokens. `division`: which gradients share kernels, where a form
+    with the same ones has said so."""
+    weight = weights(tokens)
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
     gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
-    kept = tuple(n.name for n in form.backward.leaves() if n.role == "carry")
-    ends = [*y.values(), *carries(form.forward).values()]
-    later = [*carries(form.backward).values(), *gradients.values()]
+    handed, kept = carries(form.forward), _states(form.backward.outputs.values())
+    scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, keeps=kept, carried=tuple(handed.items()))
+    whole = replace(scan, outputs=tuple(y.items()))
+    read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
+    ends, later = [*handed.values()], [*carries(form.backward).values(), *gradients.values()]
+    dim = inner_dim(form)
+    apart = dim and cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
+    read_kept = tuple(dict.fromkeys((*kept, *_states(y.values()))))
+    scan = replace(scan, keeps=read_kept) if apart else whole
+    (later if apart else ends).extend(y.values())
 
     chained = tied(form.forward, "carry")
     before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
     if before and not (_dear(ends, chained, ()) or _weighs(before)):
         before = None
     saved = before.saves if before else ()
-    handed = tuple(carries(form.forward).items())
-    scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, False, tuple(y.items()), handed, kept)
     passed = _passed(_scans(scan, saved, weight))
     ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
     for least in (1, 2):
@@ -194,9 +206,24 @@ def plan(name: str, form: Form, weight: Weight, division: Division = ()) -> Plan
     _, _, scans, backward, division = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
+    if apart:
+        scans = _always(scans, y.values())
+        scans += staged(read.giving((*saved, *(n for k in scans for n in k.saves))), weight)[1]
     found = Plan(name, (*first, *scans), tuple(backward), parts, division)
     found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
-    return _careful(found) if steep(form.forward) else found
+    found = _careful(found) if steep(form.forward) else found
+    return _in_rounds(found, dim) if dim else found
+
+
+def _states(roots: Iterable[Node]) -> tuple[str, ...]:
+    """The memories whose states at a unit's start the roots need."""
+    return tuple(n.name for n in reachable(roots) if n.role == "carry")
+
+
+def _always(scans: Iterable[Kernel], read: Iterable[Node]) -> list[Kernel]:
+    """The same, that leave always what a later kernel of the forward pass takes."""
+    needed = set(reachable(read, {n for k in scans for n in k.saves}))
+    return [replace(k, across=k.across | (needed & {*k.saves, *k.leaves()})) for k in scans]
 
 
 def _backward(
@@ -284,6 +311,15 @@ def _careful(p: Plan) -> Plan:
 
     p = _exactly(p, frozenset(exact))
     return replace(p, forward=careful(p.forward), backward=careful(p.backward))
+
+
+def _in_rounds(p: Plan, dim: str) -> Plan:
+    """The same by kernels that walk over the blocks of a dim, where they can and their grid does not split it."""
+
+    def walking_over(k: Kernel) -> Kernel:
+        return replace(k, inner=dim) if k.blocked != dim and rounds(k.roots, k.given, dim) else k
+
+    return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))
 
 
 def _exactly(p: Plan, exact: frozenset[Node]) -> Plan:

@@ -25,6 +25,7 @@ ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside wha
 LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
 SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches
+APART = 1.5  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 

@@ -30,16 +30,18 @@ from ttmdsl.print_triton import (
     store_token,
 )
 from ttmdsl.printer import Names
+from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.tuning import signature
+from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments"
-    " step".split()
+    " step block lane here there".split()
 )
 
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
@@ -74,6 +76,8 @@ class KernelText:
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
     blocked: str = ""
+    inner: str = ""
+    held: list[str] = field(default_factory=list)
     reverse: bool = False
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
@@ -189,6 +193,11 @@ class KernelWriter:
         zeros = f"{variable} = tl.zeros({shape(leaf.axes)}, tl.float32)"
         return [zeros, f"if {self.state(kind, leaf)} is not None:", f"    {load}"]
 
+    def given_state(self, kind: str, leaf: Node, base: str, when: str) -> str:
+        """The same as one expression."""
+        zeros = f"tl.zeros({shape(leaf.axes)}, tl.float32)"
+        return f"({self.load_state(kind, leaf, base, when)} if {self.state(kind, leaf)} is not None else {zeros})"
+
     def last_state(self, kind: str, leaf: Node, base: str, value: str) -> list[str]:
         """Lines that store a state that a walk ends with, where there is an array of them."""
         return [f"if {self.state(kind, leaf)} is not None:", f"    {self.store_state(kind, leaf, base, value)}"]
@@ -205,7 +214,7 @@ class KernelWriter:
         for node in kernel.given:
             if is_short(node, kernel):
                 self.printer.loaded.add(node)
-            if kernel.kind == "map":
+            if kernel.kind == "map" or kernel.inner in node.axes:
                 self.printer.loads[node] = load_saved(self.saved(node, kernel), node.axes)
                 continue
             name = self.printer.text[node] = self.printer.names.get(self.printer.builder.labels.get(node, node.op))
@@ -250,13 +259,55 @@ class KernelWriter:
 
         def save(node: Node) -> list[str]:
             line = store_saved(self.saved(node, kernel), node.axes, self.printer.text[node])
-            return ["if KEEP:", f"    {line}"] if kernel.kind == "scan" and node not in kernel.across else [line]
+            return [line] if kernel.kind == "map" else _stored(line, node, kernel)
 
         for name, value in kernel.outputs:
             actions.setdefault(value, []).append(functools.partial(self.store_output, name, value, "u * H + h"))
         for node in kernel.saves:
             actions.setdefault(node, []).append(functools.partial(save, node))
+        for name, value in kernel.carried:
+            if kernel.inner in value.axes:
+                actions.setdefault(value, []).append(functools.partial(self.hand_on, name, value, kernel))
+        for leaf in self.walked(kernel):
+            if leaf.name in kernel.keeps:
+                actions.setdefault(leaf, []).append(functools.partial(self.keep, leaf, kernel))
         return {n: functools.partial(_lines, many) for n, many in actions.items()}
+
+    def walked(self, kernel: Kernel) -> list[Node]:
+        """The states with the inner dim that a scan's units read or that are kept at their starts."""
+        read = kernel.walked()
+        leaves = [n for n in kernel.program.leaves() if n.role == kernel.role and kernel.inner in n.axes]
+        return [n for n in leaves if n in read or n.name in kernel.keeps]
+
+    def computed(self, kernel: Kernel) -> list[str]:
+        """Lines for all that a kernel computes and stores of a unit."""
+        then = self.stores(kernel)
+        if not kernel.inner:
+            return self.printer.emit(kernel.roots, then)
+        kept = [n for n in self.walked(kernel) if n.name in kernel.keeps]
+        found = rounds([*kernel.roots, *kept], kernel.given, kernel.inner)
+        return emit_rounds(self.printer, found, kernel.inner, then)
+
+    def begin(self, kind: str, leaf: Node) -> list[str]:
+        """Lines that put a state that a walk begins with where the first unit finds it."""
+        name = self.printer.names.get(f"{leaf.name}_0")
+        return [*self.first_state(name, kind, leaf, "lane"), self.store_state("held", leaf, "lane", name)]
+
+    def finish(self, kind: str, leaf: Node) -> list[str]:
+        """Lines that take a state that a walk ends with from where the last unit left it."""
+        last = self.load_state("held", leaf, "(count % 2) * tl.num_programs(1) + lane")
+        return self.last_state(kind, leaf, "lane", last)
+
+    def keep(self, leaf: Node, kernel: Kernel) -> list[str]:
+        return _stored(self.store_state("units", leaf, "u * H + h", self.printer.text[leaf]), leaf, kernel)
+
+    def hand_on(self, name: str, value: Node, kernel: Kernel) -> list[str]:
+        """Lines that leave a state for the next unit in memory; at the end, if no unit reads it."""
+        leaf, text = kernel.program.builder.leaf(kernel.role, name, value.axes), self.printer.sanitized(value)
+        if name in self.text.held:
+            return [self.store_state("held", leaf, "there", text)]
+        target = "start" if kernel.reverse else "end"
+        return ["if step == count - 1:", *(f"    {line}" for line in self.last_state(target, leaf, "n * H + h", text))]
 
     def store_output(self, name: str, value: Node, base: str) -> list[str]:
         """Lines that store an output of a unit: y, or the gradient of an input, or of a param (one for each unit)."""
@@ -272,6 +323,11 @@ class KernelWriter:
 
 def _lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
     return [line for action in actions for line in action()]
+
+
+def _stored(line: str, node: Node, kernel: Kernel) -> list[str]:
+    """What stores a value of a scan for later kernels: some of it where a backward pass may follow."""
+    return [line] if node in kernel.across else ["if KEEP:", f"    {line}"]
 
 
 def is_short(node: Node, kernel: Kernel) -> bool:
@@ -294,7 +350,9 @@ def _printer(program: Program, spec: LayerSpec, weight: Weight, wide: Container[
 def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -> KernelText:
     """The text of a scan kernel: a walk over the units of one sequence and head. `rounded`: the states at the units
     that are in the inputs' dtype."""
-    text = KernelText(kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, reverse=kernel.reverse)
+    text = KernelText(
+        kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, inner=kernel.inner, reverse=kernel.reverse
+    )
     text.signature = _signature(kernel, text.way, rounded)
     printer = _printer(kernel.program, spec, FULL, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
@@ -309,9 +367,21 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
         text.before, loads = writer.inputs(leaves)
     loads += writer.given(kernel)
     variables: dict[str, str] = {}
-    carried = {n.name: n for n in leaves if n.role == role}
+    held: list[Node] = []
+    for leaf in writer.walked(kernel):
+        if leaf.name in results:
+            held.append(leaf)
+            printer.loads[leaf] = writer.load_state("held", leaf, "here")
+        else:  # it is there for the first unit alone
+            printer.loads[leaf] = writer.given_state(source, leaf, "n * H + h", "step == 0")
+    if held:
+        text.held = [leaf.name for leaf in held]
+        text.before += over_blocks(kernel.inner, (line for leaf in held for line in writer.begin(source, leaf)))
+        text.after += over_blocks(kernel.inner, (line for leaf in held for line in writer.finish(target, leaf)))
+    carried = {n.name: n for n in leaves if n.role == role and n not in printer.loads}
     # a carry that no unit reads is still handed from start to end
-    unread = {n.name: n for n in kernel.program.leaves() if n.role == role and n.name in kernel.keeps}
+    kept = (n for n in kernel.program.leaves() if n.role == role and n.name in kernel.keeps)
+    unread = {n.name: n for n in kept if n not in printer.loads}
     for name, leaf in {**carried, **unread}.items():
         variable = printer.text[leaf] = printer.names.get(prefix + name)
         # one that no unit hands on is there for the first unit alone
@@ -323,14 +393,18 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
         if name in kernel.keeps:
             text.keep.append(writer.store_state("units", leaf, "u * H + h", variable))
     if kernel.reverse:  # states at the units' starts
-        loads += [writer.load(leaf) for leaf in leaves if leaf.role == "carry"]
+        states = [leaf for leaf in leaves if leaf.role == "carry"]
+        printer.loads |= {leaf: writer.loaded(leaf) for leaf in states if kernel.inner in leaf.axes}
+        loads += [writer.load(leaf) for leaf in states if kernel.inner not in leaf.axes]
     found, handed = writer.handed(kernel.handed)
     text.before += found
-    text.body = [*loads, *printer.emit(kernel.roots, writer.stores(kernel))]
+    text.body = [*loads, *writer.computed(kernel)]
     text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
     ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
     for name, value in results.items():
-        if name not in variables:  # no unit reads it: what the last unit hands on is the end
+        if (
+            name not in variables and kernel.inner not in value.axes
+        ):  # no unit reads it: what the last one leaves is the end
             stores = writer.last_state(target, ends[name], "n * H + h", printer.sanitized(value))
             last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
             text.body += [f"if {last}:", *(f"    {line}" for line in stores)]
@@ -338,6 +412,9 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
     text.body += _moved(printer.names, new | {k: printer.sanitized(v) for k, v in handed.items()})
     for name, variable in variables.items():
         text.after += writer.last_state(target, ends[name], "n * H + h", variable)
+    if text.held:  # what one unit leaves in memory, the next one finds
+        text.before.append("tl.debug_barrier()")
+        text.body.append("tl.debug_barrier()")
     return text
 
 
@@ -350,7 +427,8 @@ def _moved(names: Names, new: dict[str, str]) -> list[str]:
 
 def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = ()) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
-    text = KernelText(kernel.name, _doc(kernel), kernel.kind, signature=_signature(kernel, kernel.kind, rounded))
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind, inner=kernel.inner)
+    text.signature = _signature(kernel, kernel.kind, rounded)
     printer = _printer(kernel.program, spec, weight, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
@@ -359,7 +437,7 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in tensors) for line in lines]
     text.body += writer.given(kernel)
     printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
-    text.body += printer.emit(kernel.roots, writer.stores(kernel))
+    text.body += writer.computed(kernel)
     text.alive = round(printer.alive, 1)
     return text
 
@@ -426,7 +504,8 @@ def write_token_backward(spec: LayerSpec, form: Form, handed_on: Iterable[tuple[
 
 
 def _signature(kernel: Kernel, way: str, rounded: Container[Node]) -> str:
-    return signature(f"{kernel.program.unit} {way}", kernel.roots, kernel.given, rounded)
+    how = f"{kernel.program.unit} {way}{' in rounds' if kernel.inner else ''}"
+    return signature(how, kernel.roots, kernel.given, rounded)
 
 
 def _doc(kernel: Kernel) -> str:
