@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes, each at one layer")
     args = parser.parse_args(argv)
     how = {"tokens": args.tokens, "dtype": getattr(torch, args.dtype), "device": args.device, "compared": args.compared}
-    how["backend"] = "triton" if args.device == "cuda" else "torch"
+    how["backend"] = "auto" if args.device == "cuda" else "torch"
     names = args.layers.split(",")
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         waiting = pool.map(functools.partial(_of_layer, how), names)

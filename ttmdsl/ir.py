@@ -187,13 +187,14 @@ class Program:
     """One unit of a recurrence: what a chunk, or a token, makes of its inputs and the carry.
 
     `outputs` are named values; a name `carry:P` is the carry P at the end of the unit. `unit` is "chunk" (values may
-    have token axes) or "token". `dims` in canonical order.
+    have token axes) or "token". `dims` in canonical order; `inner` is one that memories have and no tensor, or "".
     """
 
     unit: Literal["chunk", "token"]
     dims: Axes
     builder: Builder = field(compare=False, repr=False)
     outputs: dict[str, Node]
+    inner: str = ""
 
     def nodes(self) -> list[Node]:
         """All nodes that an output needs, operands first."""
@@ -206,7 +207,7 @@ class Program:
         return [n for n in self.leaves() if n.role == "carry"]
 
     def with_outputs(self, outputs: dict[str, Node]) -> Program:
-        return Program(self.unit, self.dims, self.builder, outputs)
+        return Program(self.unit, self.dims, self.builder, outputs, self.inner)
 
     def __str__(self) -> str:
         labels = self.builder.labels

@@ -46,7 +46,9 @@ def lower_chunk(rule: UpdateRule, aligned: bool) -> Program:
     for pass_, derived in zip(spec.passes, rule.passes, strict=True):
         env[pass_.name] = _PassLowering(lower, pass_, derived, aligned).run(env, outputs)
     y = b.expand(env[spec.passes[-1].name], {"t", *spec.passes[-1].read.shape})
-    return Program("chunk", spec.dims, b, {"y": y, **outputs})
+    told = {dim for t in spec.tensors for dim in t.shape}
+    inner = (dim for p in spec.passes for m in p.memories for dim in m.shape if dim not in told)
+    return Program("chunk", spec.dims, b, {"y": y, **outputs}, next(inner, ""))
 
 
 @dataclass

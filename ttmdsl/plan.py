@@ -44,7 +44,7 @@ from ttmdsl.ir import (
 )
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
-from ttmdsl.rounds import inner_dim, rounds
+from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, Weight, weights
 from ttmdsl.staging import APART, ROOM, alive, cost, spilled, staged, work
 from ttmdsl.transfer import Transfer, transfers
@@ -183,7 +183,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     whole = replace(scan, outputs=tuple(y.items()))
     read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
     ends, later = [*handed.values()], [*carries(form.backward).values(), *gradients.values()]
-    dim = inner_dim(form)
+    dim = form.forward.inner
     apart = dim and cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
     read_kept = tuple(dict.fromkeys((*kept, *_states(y.values()))))
     scan = replace(scan, keeps=read_kept) if apart else whole

@@ -56,7 +56,9 @@ class TritonPrinter(Printer):
         self.place: dict[Node, int] = {}  # an order that may be the best
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
-        loaded = self.loads.__contains__
+        def loaded(n: Node) -> bool:
+            return n in self.loads and n not in self.text
+
         rest = sorted((n for n in nodes if not loaded(n)), key=lambda n: self.place.get(n, -1))
         computed = best_order(rest, kept, self.operands, self.weight, loaded)
         # a root may be loaded, too, and no operand of anything

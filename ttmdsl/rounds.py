@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ttmdsl.ir import Node, base_dim, reachable
-from ttmdsl.lower import Form
+from ttmdsl.ir import Node, reachable
 
 _ADDED = frozenset({"sum", "contract", "decay_dot"})  # what is found block by block and added up
 _WHOLE = frozenset({"cumsum", "tri_inv", "newton_schulz", "newton_schulz_back", "norm_scan", "norm_slopes"})
@@ -27,14 +26,6 @@ class Round:
     before: tuple[Node, ...]
     sums: tuple[Node, ...]
     ends: tuple[Node, ...]
-
-
-def inner_dim(form: Form) -> str:
-    """A dim that memories have and no tensor, or ""."""
-    leaves = [n for program in (form.forward, form.backward) for n in program.leaves()]
-    told = {base_dim(x) for n in leaves if n.role not in ("carry", "cocarry") for x in n.axes}
-    kept = {base_dim(x) for n in leaves if n.role in ("carry", "cocarry") for x in n.axes}
-    return next((dim for dim in form.forward.dims if dim in kept - told), "")
 
 
 def rounds(roots: Iterable[Node], given: Iterable[Node], dim: str) -> tuple[Round, ...]:

@@ -25,7 +25,7 @@ ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside wha
 LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
 SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches
-APART = 1.5  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
+APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
@@ -33,9 +33,9 @@ def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
     """The kernels in a kernel's place, in order; before them what they cost together."""
     order = ordered(kernel, weight)
     whole = _cost(kernel, order, weight)
-    if peak_of_loads(order, weight) <= ROOM:
+    if peak_of_loads(order, weight, kernel.program.inner) <= ROOM:
         return whole, [kernel]
-    ways = [_cut(kernel, _segments(order, weight, limit)) for limit in (ROOM, 1.15 * ROOM)]
+    ways = [_cut(kernel, _segments(order, weight, limit, kernel.program.inner)) for limit in (ROOM, 1.15 * ROOM)]
     found = [(sum(cost(part, weight) for part in parts), parts) for parts in ways]
     return min((whole, [kernel]), *found, key=lambda way: way[0])
 
@@ -78,8 +78,14 @@ def alive(kernel: Kernel, weight: Weight) -> float:
 def _alive(kernel: Kernel, order: Sequence[Node], weight: Weight) -> float:
     """With this order; in a scan with those that it walks with. What a scan loads for a unit is in shared memory."""
     if kernel.kind == "map":
-        return peak_of_loads(order, weight)
-    return peak(order, [v for _, v in kernel.carried], operands, weight) + sum(map(weight, kernel.walked()))
+        return peak_of_loads(order, weight, kernel.program.inner)
+    held = sum(map(weight, kernel.walked())) + _totals(order, weight, kernel.program.inner)
+    return peak(order, [v for _, v in kernel.carried], operands, weight) + held
+
+
+def _totals(order: Iterable[Node], weight: Weight, dim: str) -> float:
+    """What the sums weigh that a walk over the blocks of a dim adds up all the while."""
+    return sum(weight(n) for n in order if dim and dim not in n.axes and any(dim in a.axes for a in n.args))
 
 
 def ordered(kernel: Kernel, weight: Weight) -> list[Node]:
@@ -149,19 +155,20 @@ def _sources(node: Node, cheap: Container[Node]) -> list[Node]:
     return nearest(node, lambda n: (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap, is_input)
 
 
-def peak_of_loads(segment: Sequence[Node], weight: Weight) -> float:
-    """The most registers in use at once, where what comes from outside is loaded when it is first used."""
-    return peak(segment, (), operands, weight, _outside(segment))
+def peak_of_loads(segment: Sequence[Node], weight: Weight, dim: str = "") -> float:
+    """The most registers in use at once, where what comes from outside is loaded when it is first used; in a walk over
+    the blocks of a dim."""
+    return peak(segment, (), operands, weight, _outside(segment)) + _totals(segment, weight, dim)
 
 
-def _segments(order: list[Node], weight: Weight, limit: float) -> list[list[Node]]:
+def _segments(order: list[Node], weight: Weight, limit: float, dim: str) -> list[list[Node]]:
     """The order cut into pieces that have room, each at the place in its last part where least crosses."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
     segments: list[list[Node]] = []
     start = 0
     while start < len(order):
         places = range(start + 2, len(order) + 1)  # the peak hardly ever falls as a segment grows
-        end = start + 1 + bisect(places, limit, key=lambda p: peak_of_loads(order[start:p], weight))
+        end = start + 1 + bisect(places, limit, key=lambda p: peak_of_loads(order[start:p], weight, dim))
         if end < len(order):
             ends = range(start + max(1, (end - start) * 2 // 3), end + 1)
             end = min(ends, key=lambda p: sum(weight(n) for n in order[start:p] if last.get(n, -1) >= p))
@@ -169,8 +176,8 @@ def _segments(order: list[Node], weight: Weight, limit: float) -> list[list[Node
         start = end
     merged = segments[:1]
     for segment in segments[1:]:  # what is next to a value that has no room anyway
-        apart = max(peak_of_loads(part, weight) for part in (merged[-1], segment))
-        if peak_of_loads([*merged[-1], *segment], weight) <= max(limit, apart):
+        apart = max(peak_of_loads(part, weight, dim) for part in (merged[-1], segment))
+        if peak_of_loads([*merged[-1], *segment], weight, dim) <= max(limit, apart):
             merged[-1] = [*merged[-1], *segment]
         else:
             merged.append(segment)

@@ -1,0 +1,174 @@
+"""Walks over the blocks of a dim: what each round finds, when, and that kernels of several blocks are the reference."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from test_differentiate import forms
+
+import ttmdsl
+from ttmdsl.builder import Builder
+from ttmdsl.drawing import Shape
+from ttmdsl.ir import Node, reachable
+from ttmdsl.parity import parity
+from ttmdsl.plan import Kernel, Plan, plan
+from ttmdsl.rounds import rounds
+
+DEEP = [("ttt_mlp", {}), ("titans", {}), ("titans", {"b": 64}), ("omega_net", {}), ("dla", {}), ("dla", {"b": 64})]
+
+
+def planned(name: str, consts: dict[str, float], kind: str = "chunk") -> Plan:
+    return plan(kind, forms(name, consts)[kind], int(consts.get("b", 16)))
+
+
+def in_rounds(p: Plan) -> list[Kernel]:
+    return [k for k in p.kernels() if k.inner]
+
+
+# ---- which kernels walk, and what passes through memory ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "consts"), DEEP)
+def test_whatever_has_the_inner_dim_walks_over_it_or_is_split_by_the_grid(name: str, consts: dict[str, float]) -> None:
+    found = planned(name, consts)
+    for k in found.kernels():
+        assert k.program.inner == "h"
+        assert (k.inner == "h" or k.blocked == "h") == any("h" in n.axes for n in k.nodes())
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "trellis", "gsa", "titans_linear", "moneta"])
+def test_a_dim_that_a_tensor_has_is_never_walked_over(name: str) -> None:
+    assert forms(name, {})["chunk"].forward.inner == ""
+    assert not in_rounds(planned(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "consts", "apart"),
+    [
+        ("ttt_mlp", {}, False),
+        ("titans", {"b": 64}, True),
+        ("omega_net", {}, True),
+        ("dla", {"b": 64}, False),  # its scan has room for its readout
+    ],
+)
+def test_what_is_read_is_apart_where_the_scan_would_spill(name: str, consts: dict[str, float], apart: bool) -> None:
+    found = planned(name, consts)
+    scans = [i for i, k in enumerate(found.forward) if k.kind == "scan"]
+    (reader,) = (i for i, k in enumerate(found.forward) if any(output == "y" for output, _ in k.outputs))
+    assert (reader > scans[-1]) == apart
+    if apart:  # the states that y is read of are there, whether a backward pass follows or not
+        later = found.forward[scans[-1] + 1 :]
+        left = set().union(*(k.across for k in found.forward))
+        states = {n for k in later for n in k.states()}
+        assert states <= left
+        assert {n.name for n in states} <= {name for i in scans for name in found.forward[i].keeps}
+        assert {
+            n for k in later for n in k.given if n.id in {s.id for i in scans for s in found.forward[i].saves}
+        } <= left
+
+
+# ---- rounds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["chunk", "resumed"])
+@pytest.mark.parametrize(("name", "consts"), DEEP)
+def test_every_value_is_there_when_a_round_takes_it(name: str, consts: dict[str, float], kind: str) -> None:
+    for k in in_rounds(planned(name, consts, kind)):
+        found = rounds(k.roots, k.given, "h")
+        known: set[Node] = set(k.given) | {n for n in k.nodes() if n.op == "leaf"}
+        stored: list[Node] = []
+        for r in found:
+            before = reachable(r.before, known)
+            assert not any("h" in n.axes for n in before if n not in known)
+            known |= set(before)
+            inside = [n for n in reachable([*r.sums, *r.ends], known) if n not in known]
+            # what is computed in a round has the dim, or is summed over it there, or is as good as a constant
+            assert all("h" in n.axes or n in r.sums or not _tensors(n) or n.op == "neg" for n in inside)
+            assert all("h" not in n.axes and any("h" in a.axes for a in n.args) for n in r.sums)
+            known |= set(r.sums)
+            stored += [n for n in (*r.ends, *r.before, *r.sums) if n in k.roots]
+        assert sorted(n.id for n in stored) == sorted({n.id for n in k.roots})
+
+
+def _tensors(node: Node) -> bool:
+    return any(n.op == "leaf" for n in reachable([node]))
+
+
+def test_a_sum_over_the_dim_ends_a_round() -> None:
+    b = Builder(("d", "h"))
+    W, x = b.leaf("carry", "W", {"d", "h"}), b.leaf("token", "x", {"t", "d"})
+    hidden = b.map("tanh", b.contract(x, W, {"d"}))
+    read = b.contract(hidden, W, {"h"})
+    again = b.mul(hidden, b.contract(b.map("tanh", read), W, {"d"}))
+    first, second = rounds([again, read], (), "h")
+    assert (first.sums, first.ends) == ((read,), ())
+    assert (second.sums, second.ends) == ((), (again,))
+    assert x in first.before and [n.op for n in second.before] == ["tanh"]
+
+
+def test_what_a_later_round_computes_anyway_is_stored_there() -> None:
+    b = Builder(("d", "h"))
+    W, x = b.leaf("carry", "W", {"d", "h"}), b.leaf("token", "x", {"t", "d"})
+    hidden = b.contract(x, W, {"d"})
+    read = b.contract(hidden, W, {"h"})
+    later = b.contract(b.map("tanh", b.mul(hidden, b.sum(b.map("tanh", read), {"d"}))), W, {"h"})
+    first, second = rounds([hidden, later], (), "h")[:2]
+    assert first.ends == ()
+    assert second.ends == (hidden,) and second.sums == (later,)
+
+
+@pytest.mark.parametrize("op", ["amax", "cumsum", "rename"])
+def test_what_needs_the_whole_dim_at_once_keeps_the_kernel_whole(op: str) -> None:
+    b = Builder(("d", "h"))
+    hidden = b.contract(b.leaf("token", "x", {"t", "d"}), b.leaf("carry", "W", {"d", "h"}), {"d"})
+    value = {
+        "amax": lambda: b.amax(hidden, {"h"}),
+        "cumsum": lambda: b.make("cumsum", (hidden,), hidden.axes, "h", False),
+        "rename": lambda: b.rename(hidden, "h", "h'"),
+    }[op]()
+    assert rounds([b.map("tanh", value)], (), "h") == ()
+
+
+# ---- kernels of several blocks, in Triton's interpreter ----------------------------------------------------------
+
+
+def worst(name: str, consts: dict[str, float], shapes: list[Shape]) -> list[str]:
+    module = ttmdsl.load(name, **consts)
+    rows = parity(module, dtypes=[torch.float32], shapes=shapes, backends=["triton"])
+    blocks = {k: v for k, v in module._KERNELS.items() if v[4] == "h" or v[3] == "h"}
+    assert blocks and len(rows) > 20
+    return [f"{row.quantity} {row.error:.1e} at {row.shape}" for row in rows if not row.ok]
+
+
+@pytest.mark.parametrize(
+    ("name", "consts"), [("ttt_mlp", {"b": 8}), ("titans", {"b": 64}), ("omega_net", {"b": 4}), ("dla", {"b": 64})]
+)
+def test_kernels_of_several_blocks_are_the_reference(
+    interpreter: ProcessPoolExecutor, name: str, consts: dict[str, float]
+) -> None:
+    """A hidden dim of 70: a whole block, and one of six columns."""
+    shapes = [
+        Shape("a state, cut", batch=2, tokens=37, heads=2, dims=(12, 70), cuts=(13, 30), state=True),
+        Shape("packed", heads=1, dims=(12, 70), lengths=(5, 1, 20), state=False),
+        Shape("y alone", tokens=67, dims=(12, 70), state=False, final=False),
+    ]
+    assert interpreter.submit(worst, name, consts, shapes).result() == []
+
+
+def without_gradients(name: str) -> float:
+    module = ttmdsl.load(name)
+    from ttmdsl.drawing import draw
+
+    drawn = draw(module, Shape("", tokens=40, heads=2, dims=(12, 70)), dtype=torch.float32)
+    results = []
+    for record in (True, False):
+        x = {key: t.clone().requires_grad_(record) for key, t in drawn.x.items()}
+        y, end = module.op(**x, initial_state=drawn.state, output_final_state=True, backend="triton")
+        results.append([y.detach(), *(t.detach() for t in end.values())])
+    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+
+
+def test_what_is_read_apart_needs_no_backward_pass_to_follow(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(without_gradients, "omega_net").result() == 0
