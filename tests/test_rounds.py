@@ -10,7 +10,7 @@ from test_differentiate import forms
 
 import ttmdsl
 from ttmdsl.builder import Builder
-from ttmdsl.drawing import Shape
+from ttmdsl.drawing import Shape, draw
 from ttmdsl.ir import Node, reachable
 from ttmdsl.parity import parity
 from ttmdsl.plan import Kernel, Plan, plan
@@ -105,7 +105,8 @@ def test_a_sum_over_the_dim_ends_a_round() -> None:
     first, second = rounds([again, read], (), "h")
     assert (first.sums, first.ends) == ((read,), ())
     assert (second.sums, second.ends) == ((), (again,))
-    assert x in first.before and [n.op for n in second.before] == ["tanh"]
+    assert x in first.before
+    assert [n.op for n in second.before] == ["tanh"]
 
 
 def test_what_a_later_round_computes_anyway_is_stored_there() -> None:
@@ -116,7 +117,8 @@ def test_what_a_later_round_computes_anyway_is_stored_there() -> None:
     later = b.contract(b.map("tanh", b.mul(hidden, b.sum(b.map("tanh", read), {"d"}))), W, {"h"})
     first, second = rounds([hidden, later], (), "h")[:2]
     assert first.ends == ()
-    assert second.ends == (hidden,) and second.sums == (later,)
+    assert second.ends == (hidden,)
+    assert second.sums == (later,)
 
 
 @pytest.mark.parametrize("op", ["amax", "cumsum", "rename"])
@@ -138,8 +140,16 @@ def worst(name: str, consts: dict[str, float], shapes: list[Shape]) -> list[str]
     module = ttmdsl.load(name, **consts)
     rows = parity(module, dtypes=[torch.float32], shapes=shapes, backends=["triton"])
     blocks = {k: v for k, v in module._KERNELS.items() if v[4] == "h" or v[3] == "h"}
-    assert blocks and len(rows) > 20
+    assert blocks
+    assert len(rows) > 20
     return [f"{row.quantity} {row.error:.1e} at {row.shape}" for row in rows if not row.ok]
+
+
+@pytest.fixture(scope="session")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("specs") / "beside.ttm"
+    path.write_text(BESIDE)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +167,25 @@ def test_kernels_of_several_blocks_are_the_reference(
     assert interpreter.submit(worst, name, consts, shapes).result() == []
 
 
+# a memory that has the hidden dim, and one that has not, with momentum: what is read of both waits in memory
+BESIDE = """layer Beside {
+  dim       d, h
+  input     q[d], k[d], v[d]
+  gate      alpha: decay, theta: decay, eta: unit
+  const     b = 64
+  fn        M(x) = A @ x + W1 @ gelu(W2 @ x)
+  memory    A[d, d], W1[d, h], W2[h, d]
+  bias      1/2 * |M(k) - v|^2
+  retention alpha * (A, W1, W2)
+  optimizer momentum(decay = theta, rate = eta, batch = b)
+  read      M(q)
+}"""
+
+
 def without_gradients(name: str) -> float:
     module = ttmdsl.load(name)
-    from ttmdsl.drawing import draw
-
-    drawn = draw(module, Shape("", tokens=40, heads=2, dims=(12, 70)), dtype=torch.float32)
+    assert module._READ_LATER
+    drawn = draw(module, Shape("", tokens=70, heads=2, dims=(12, 70)), dtype=torch.float32)
     results = []
     for record in (True, False):
         x = {key: t.clone().requires_grad_(record) for key, t in drawn.x.items()}
@@ -170,5 +194,13 @@ def without_gradients(name: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
 
 
-def test_what_is_read_apart_needs_no_backward_pass_to_follow(interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(without_gradients, "omega_net").result() == 0
+@pytest.mark.parametrize("name", ["omega_net", "beside"])
+def test_what_is_read_apart_needs_no_backward_pass_to_follow(
+    interpreter: ProcessPoolExecutor, beside: str, name: str
+) -> None:
+    assert interpreter.submit(without_gradients, {"beside": beside}.get(name, name)).result() == 0
+
+
+def test_a_memory_beside_that_lacks_the_dim_stays_in_registers(interpreter: ProcessPoolExecutor, beside: str) -> None:
+    shapes = [Shape("a state", tokens=70, heads=2, dims=(12, 70), state=True)]
+    assert interpreter.submit(worst, beside, {}, shapes).result() == []

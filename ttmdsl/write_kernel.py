@@ -194,7 +194,7 @@ class KernelWriter:
         return [zeros, f"if {self.state(kind, leaf)} is not None:", f"    {load}"]
 
     def given_state(self, kind: str, leaf: Node, base: str, when: str) -> str:
-        """The same as one expression."""
+        """The same as an expression."""
         zeros = f"tl.zeros({shape(leaf.axes)}, tl.float32)"
         return f"({self.load_state(kind, leaf, base, when)} if {self.state(kind, leaf)} is not None else {zeros})"
 
@@ -380,8 +380,8 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
         text.after += over_blocks(kernel.inner, (line for leaf in held for line in writer.finish(target, leaf)))
     carried = {n.name: n for n in leaves if n.role == role and n not in printer.loads}
     # a carry that no unit reads is still handed from start to end
-    kept = (n for n in kernel.program.leaves() if n.role == role and n.name in kernel.keeps)
-    unread = {n.name: n for n in kept if n not in printer.loads}
+    walked = [n for n in kernel.program.leaves() if n.role == role and n not in printer.loads]
+    unread = {n.name: n for n in walked if n.name in kernel.keeps}
     for name, leaf in {**carried, **unread}.items():
         variable = printer.text[leaf] = printer.names.get(prefix + name)
         # one that no unit hands on is there for the first unit alone
@@ -391,7 +391,8 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
             variables[name] = variable
         (text.before if name in results else loads).extend(lines)
         if name in kernel.keeps:
-            text.keep.append(writer.store_state("units", leaf, "u * H + h", variable))
+            kept = loads if leaf in kernel.across else text.keep
+            kept.append(writer.store_state("units", leaf, "u * H + h", variable))
     if kernel.reverse:  # states at the units' starts
         states = [leaf for leaf in leaves if leaf.role == "carry"]
         printer.loads |= {leaf: writer.loaded(leaf) for leaf in states if kernel.inner in leaf.axes}
@@ -402,9 +403,8 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
     text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
     ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
     for name, value in results.items():
-        if (
-            name not in variables and kernel.inner not in value.axes
-        ):  # no unit reads it: what the last one leaves is the end
+        handed_on = name in variables or kernel.inner in value.axes
+        if not handed_on:  # no unit reads it: what the last unit leaves is the end
             stores = writer.last_state(target, ends[name], "n * H + h", printer.sanitized(value))
             last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
             text.body += [f"if {last}:", *(f"    {line}" for line in stores)]
