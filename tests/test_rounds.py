@@ -153,7 +153,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "consts"), [("ttt_mlp", {"b": 8}), ("titans", {"b": 64}), ("omega_net", {"b": 4}), ("dla", {"b": 64})]
+    ("name", "consts"), [("ttt_mlp", {"b": 8}), ("titans", {"b": 64}), ("omega_net", {}), ("dla", {"b": 64})]
 )
 def test_kernels_of_several_blocks_are_the_reference(
     interpreter: ProcessPoolExecutor, name: str, consts: dict[str, float]
