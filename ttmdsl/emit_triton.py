@@ -177,6 +177,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         chunk=unit_tokens(lowered),
         per_channel=bool(ops & DECAYED),
         cut=any(c.carry for c in chunks),
+        holding=any(c.held or c.d_held for c in chunks),
         elementwise=any(t.elementwise for c in chunks for t, _ in c.transfers),
         by_matrix=any(not t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,

@@ -184,9 +184,9 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
     ends, later = [*handed.values()], [*carries(form.backward).values(), *gradients.values()]
     dim = form.forward.inner
-    apart = dim and cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
-    read_kept = tuple(dict.fromkeys((*kept, *_states(y.values()))))
-    scan = replace(scan, keeps=read_kept) if apart else whole
+    apart = bool(dim) and cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
+    needed = tuple(dict.fromkeys((*kept, *_states(y.values()))))
+    scan = replace(scan, keeps=needed) if apart else whole
     (later if apart else ends).extend(y.values())
 
     chained = tied(form.forward, "carry")

@@ -268,13 +268,16 @@ class KernelWriter:
         for name, value in kernel.carried:
             if kernel.inner in value.axes:
                 actions.setdefault(value, []).append(functools.partial(self.hand_on, name, value, kernel))
-        for leaf in self.walked(kernel):
+        for leaf in self.waiting(kernel):
             if leaf.name in kernel.keeps:
                 actions.setdefault(leaf, []).append(functools.partial(self.keep, leaf, kernel))
         return {n: functools.partial(_lines, many) for n, many in actions.items()}
 
-    def walked(self, kernel: Kernel) -> list[Node]:
-        """The states with the inner dim that a scan's units read or that are kept at their starts."""
+    def waiting(self, kernel: Kernel) -> list[Node]:
+        """The states with the inner dim that a scan's units read or that are kept at their starts: they wait in memory
+        from unit to unit."""
+        if not kernel.inner:
+            return []
         read = kernel.walked()
         leaves = [n for n in kernel.program.leaves() if n.role == kernel.role and kernel.inner in n.axes]
         return [n for n in leaves if n in read or n.name in kernel.keeps]
@@ -284,7 +287,7 @@ class KernelWriter:
         then = self.stores(kernel)
         if not kernel.inner:
             return self.printer.emit(kernel.roots, then)
-        kept = [n for n in self.walked(kernel) if n.name in kernel.keeps]
+        kept = [n for n in self.waiting(kernel) if n.name in kernel.keeps]
         found = rounds([*kernel.roots, *kept], kernel.given, kernel.inner)
         return emit_rounds(self.printer, found, kernel.inner, then)
 
@@ -368,7 +371,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
     loads += writer.given(kernel)
     variables: dict[str, str] = {}
     held: list[Node] = []
-    for leaf in writer.walked(kernel):
+    for leaf in writer.waiting(kernel):
         if leaf.name in results:
             held.append(leaf)
             printer.loads[leaf] = writer.load_state("held", leaf, "here")
