@@ -17,8 +17,8 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -95,38 +95,60 @@ def at_edges(
     compared: int = ALL,
 ) -> Iterator[Edge]:
     """One `Edge` for each entry of EDGES that concerns the layer; sequences of `tokens`, two heads, dims 12 and 20, on
-    a GPU 64. The error is that of the first `compared` tokens. Raises what `op` raises."""
+    a GPU 64, where a layer's edges run side by side. The error is that of the first `compared` tokens: what diverges
+    there is not looked at any further. Raises what `op` raises."""
     from ttmdsl.drawing import Shape, draw
 
     dims = (64,) if device == "cuda" else (12, 20)
     drawn = draw(module, Shape("", tokens=tokens, heads=2, dims=dims, state=False))
-    for edge, change in EDGES.items():
+    state = drawn.state and {key: t.to(device) for key, t in drawn.state.items()}
+
+    def at(edge: str) -> Edge | None:
         x = {key: t.to(device) for key, t in drawn.x.items()}
         before = dict(x)
-        change(x, module)
+        EDGES[edge](x, module)
         if all(x[key] is before[key] for key in x):
-            continue  # the layer has nothing of the kind
+            return None  # the layer has nothing of the kind
         narrow = {key: t.to(dtype if key in module.INPUTS else torch.float32) for key, t in x.items()}
-        state = drawn.state and {key: t.to(device) for key, t in drawn.state.items()}
-        found = _results(module, narrow, state, backend)
-        finite = all(bool(t.isfinite().all()) for t in found)
-        first = {key: t if key in module.PARAMS else t[:, :compared] for key, t in narrow.items()}
-        exact = _results(module, {key: t.double() for key, t in first.items()}, state, "torch")
-        if compared < tokens:
-            found = _results(module, first, state, backend)
-        diverges = _diverges(exact)
-        if compared < tokens and not finite and not diverges:  # later, perhaps
-            diverges = _diverges(_results(module, {key: t.double() for key, t in narrow.items()}, state, "torch"))
-        error = lost = float("nan")
-        if not diverges:
-            error = _error(found, exact)
-            if min(tokens, compared) <= 512:
-                lost = _error(_results(module, first, state, "reference"), exact)
-        yield Edge(name, edge, finite, diverges, error, lost)
+
+        def results(backend: str, count: int, wide: bool = False) -> list[Tensor]:
+            first = {key: t if key in module.PARAMS else t[:, :count] for key, t in narrow.items()}
+            return _results(module, {key: t.double() for key, t in first.items()} if wide else first, state, backend)
+
+        count = min(compared, tokens)
+        exact = results("torch", count, wide=True)
+        if _diverges(exact):
+            nan = float("nan")
+            return Edge(name, edge, _finite(results(backend, count)), diverges=True, error=nan, lost=nan)
+        error = _error(results(backend, count), exact)
+        lost = _error(results("reference", count), exact) if count <= 512 else float("nan")
+        finite, diverges = _finite(results(backend, tokens)), False
+        while not finite and not diverges and count < tokens:
+            count = min(2 * count, tokens)
+            diverges = _diverges(results("torch", count, wide=True))
+        return Edge(name, edge, finite, diverges, error, lost)
+
+    found = _side_by_side(at, EDGES) if device == "cuda" else map(at, EDGES)
+    yield from (row for row in found if row is not None)
+
+
+def _side_by_side(at: Callable[[str], Edge | None], edges: Iterable[str]) -> list[Edge | None]:
+    """Each on a stream of its own: two heads of one sequence keep two multiprocessors of a GPU busy."""
+
+    def apart(edge: str) -> Edge | None:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            return at(edge)
+
+    with ThreadPoolExecutor(len(EDGES)) as pool:
+        return list(pool.map(apart, edges))
+
+
+def _finite(found: Sequence[Tensor]) -> bool:
+    return all(bool(t.isfinite().all()) for t in found)
 
 
 def _diverges(exact: Sequence[Tensor]) -> bool:
-    return any(not bool(t.isfinite().all()) or float(t.abs().max()) > LARGE for t in exact)
+    return not _finite(exact) or any(float(t.abs().max()) > LARGE for t in exact)
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
