@@ -1,4 +1,4 @@
-"""Kernels of a first call are compiled side by side: those that it starts, with the constants that it starts them with."""
+"""Kernels of a first call are compiled side by side: those that it starts, with the same constants."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launches(name: str, shape: Shape, train: bool, processors: int = 0) -> tuple
         mock.patch.object(module._Schedule, "start", start),
         mock.patch.object(module._Rehearsal, "start", rehearse),
         mock.patch.multiple(module, _COMPILES=True, _rehearsed=set(), _fitting={}),
-        mock.patch.object(module, "_processors", lambda device: processors, create=True),
+        mock.patch.object(module, "_processors", create=True, return_value=processors),
     ):
         module._schedule.cache_clear()
         y, _ = module.op(**tensors(drawn.x), initial_state=tensors(drawn.state) or None, backend="triton", **packed)

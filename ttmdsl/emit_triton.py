@@ -13,7 +13,6 @@ from ttmdsl.ir import DECAYED, Axes
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Division, Kernel, Plan, carries, plan, walks_at
-from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
@@ -116,7 +115,7 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     for name, form in chunks:
         found = plan(name, form, tokens, division)
         division = found.division
-        texts.append(_form_texts(spec, found, weights(tokens)))
+        texts.append(_form_texts(spec, found, tokens))
     last = Form(regrouped(last.forward), regrouped(last.backward))
     token = token_kernel(last)
     backward = write_token_backward(spec, last, token.handed, "_token_backward_kernel")
@@ -125,12 +124,12 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     return texts
 
 
-def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, tokens: int) -> FormTexts:
     b = p.forward[0].program.builder
     rounded = p.rounded()
 
     def write(k: Kernel) -> KernelText:
-        return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, weight, rounded)
+        return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, tokens, rounded)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}

@@ -45,8 +45,8 @@ from ttmdsl.ir import (
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, Weight, weights
-from ttmdsl.staging import APART, ROOM, alive, cost, spilled, staged, work
+from ttmdsl.schedule import BLOCK, FULL, Weight, weights
+from ttmdsl.staging import AGAIN, APART, ROOM, WALKING, alive, cost, spilled, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
@@ -212,7 +212,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     found = Plan(name, (*first, *scans), tuple(backward), parts, division)
     found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if steep(form.forward) else found
-    return _in_rounds(found, dim) if dim else found
+    return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
 
 def _states(roots: Iterable[Node]) -> tuple[str, ...]:
@@ -320,6 +320,30 @@ def _in_rounds(p: Plan, dim: str) -> Plan:
         return replace(k, inner=dim) if k.blocked != dim and rounds(k.roots, k.given, dim) else k
 
     return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))
+
+
+def _in_blocks(p: Plan, tokens: int) -> Plan:
+    """The same by map kernels that walk over the blocks of a dim, where heads twice as wide as a block find room so and
+    none else, and few tiles are loaded or multiplied again. Of a narrower head one block is all: there is one walk."""
+
+    def tiles(k: Kernel) -> float:
+        return alive(k, weights(tokens, 2 * BLOCK, k.inner))
+
+    def walking_over(k: Kernel) -> Kernel:
+        if k.kind == "scan" or k.inner or tiles(k) <= ROOM:
+            return k
+        ways = (replace(k, inner=dim) for dim in k.program.dims if rounds(k.roots, k.given, dim))
+        best = min((way for way in ways if again(way) <= AGAIN), key=tiles, default=k)
+        return best if tiles(best) <= min(WALKING, tiles(k)) else k
+
+    return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))
+
+
+def again(walking: Kernel) -> int:
+    """How many tiles a walk loads or multiplies in one round and again in a later one."""
+    found = rounds(walking.roots, walking.given, walking.inner)
+    times = Counter(n for r in found for n in {*r.sums, *r.within})
+    return sum(times[n] - 1 for n in times if n.op == "leaf" or n in walking.given or is_product(n))
 
 
 def _exactly(p: Plan, exact: frozenset[Node]) -> Plan:

@@ -21,11 +21,12 @@ _WHOLE = frozenset({"cumsum", "tri_inv", "newton_schulz", "newton_schulz_back", 
 @dataclass(frozen=True)
 class Round:
     """One walk over the blocks: values without the dim that are found `before` it, `sums` over the dim that it adds up,
-    and its `ends`, values with the dim that are wanted of every block."""
+    and its `ends`, values with the dim that are wanted of every block; for these it takes the values `within`."""
 
     before: tuple[Node, ...]
     sums: tuple[Node, ...]
     ends: tuple[Node, ...]
+    within: frozenset[Node]
 
 
 def rounds(roots: Iterable[Node], given: Iterable[Node], dim: str) -> tuple[Round, ...]:
@@ -55,6 +56,6 @@ def rounds(roots: Iterable[Node], given: Iterable[Node], dim: str) -> tuple[Roun
         here = [*added, *(n for n in waiting if level[n] == i)]
         within = wide & set(reachable(here, {*known, *(n for n in nodes if n not in wide and n not in added)}))
         before = tuple(n for n in nodes if n not in sums and first.get(n) == i)
-        found.append(Round(before, added, tuple(n for n in roots if n in waiting & within)))
+        found.append(Round(before, added, tuple(n for n in roots if n in waiting & within), frozenset(within)))
         waiting -= within
     return tuple(found[::-1])

@@ -21,18 +21,23 @@ Weight = Callable[[Node], float]
 WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
 
-def weights(tokens: int) -> Weight:
+BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
+
+
+def weights(tokens: int, width: int = BLOCK, walked: str = "") -> Weight:
     """What values weigh where a unit has that many tokens: registers, in tiles of 64 x 64.
 
-    Dims count as 64. Tiles of few tokens are held by several warps at once; what is loaded has half the precision of
-    what is computed.
+    Dims count as `width`, one that is `walked` over as a block. Tiles of few tokens are held by several warps at once;
+    what is loaded has half the precision of what is computed.
     """
+    of_dim = width / BLOCK
+    sides = {**dict.fromkeys(TOKEN_AXES, math.sqrt(tokens / 64)), walked: 1.0}
 
     @functools.cache
     def weight(node: Node) -> float:
         if len(node.axes) < 2:
             return len(node.axes) / 64
-        tile = math.prod(math.sqrt(tokens / 64) for x in node.axes[:2] if x in TOKEN_AXES)
+        tile = math.prod(sides.get(x, of_dim) for x in node.axes[:2])
         return tile / 2 if node.role in ("token", "cot") else tile
 
     return weight

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
 ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
+WALKING = 12.7  # the same for a walk over the blocks of a dim, beyond which kernels of all columns are faster,
+AGAIN = 2  # as they are where such a walk loads or multiplies more tiles a second time
 # what costs as much time as moving a tile in half precision between memory and chip, as measured (benchmarks/NOTES.md):
 LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
