@@ -166,7 +166,7 @@ def worst_in_blocks(name: str, consts: dict[str, float]) -> tuple[int, list[str]
     """How many kernels walk, and what misses, in blocks of 16 columns: one and three of a dim, the last half empty."""
     module = ttmdsl.load(name, **consts)
     shape = Shape("state", tokens=70, heads=2, dims=(40, 16, 40, 24), state=True)
-    with mock.patch.object(module, "_BLOCK", 16):
+    with mock.patch.multiple(module, _BLOCK=16, _measured=lambda *_, **__: {"block": 16}):
         rows = parity(module, dtypes=[torch.float32], shapes=[shape], backends=["triton"], oracle="torch")
     module._schedule.cache_clear()
     module._fitting.clear()
@@ -189,6 +189,28 @@ def test_walks_over_the_blocks_of_a_head_are_the_reference(
     walking, misses = interpreter.submit(worst_in_blocks, name, consts).result()
     assert walking
     assert misses == []
+
+
+def walked(gpu: int) -> list[tuple[int, int]]:
+    """Columns and warps of delta_net's gradient kernel, in heads of 64 and 128."""
+    module = ttmdsl.load("delta_net")
+    (name,) = (k for k, (*_, inner) in module._KERNELS.items() if inner)
+    found = []
+    for size in (64, 128):
+        constants, options = module.kernel_constants(name, {"d_k": size, "d_v": size}, torch.bfloat16, gpu)
+        found.append((constants[module.KERNEL_BLOCKS[name]], options["num_warps"]))
+    return found
+
+
+def test_a_walk_over_a_head_is_in_blocks_as_measured_alone(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(walked, 90).result() == [(64, 4), (64, 4)]
+    assert interpreter.submit(untuned).result() == [(64, 4), (128, 8)]
+
+
+def untuned() -> list[tuple[int, int]]:
+    """The same by the rules."""
+    with mock.patch.object(ttmdsl.load("delta_net"), "_TUNED", {}):
+        return walked(90)
 
 
 @pytest.fixture(scope="session")

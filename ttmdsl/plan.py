@@ -182,12 +182,12 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, keeps=kept, carried=tuple(handed.items()))
     whole = replace(scan, outputs=tuple(y.items()))
     read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
-    ends, later = [*handed.values()], [*carries(form.backward).values(), *gradients.values()]
     dim = form.forward.inner
     apart = bool(dim) and cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
     needed = tuple(dict.fromkeys((*kept, *_states(y.values()))))
     scan = replace(scan, keeps=needed) if apart else whole
-    (later if apart else ends).extend(y.values())
+    later = [*carries(form.backward).values(), *gradients.values()]
+    ends, later = ([*handed.values()], [*later, *y.values()]) if apart else ([*y.values(), *handed.values()], later)
 
     chained = tied(form.forward, "carry")
     before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ())

@@ -31,9 +31,9 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import BLOCK, FULL, Weight, weights
+from ttmdsl.schedule import FULL, Weight, weights
 from ttmdsl.spec import LayerSpec
-from ttmdsl.staging import alive, ordered
+from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.tuning import signature
 from ttmdsl.write_rounds import emit_rounds, over_blocks
@@ -73,7 +73,6 @@ class KernelText:
     doc: str
     kind: Kind = "scan"
     alive: float = 0.0
-    alive_wide: float = 0.0  # where heads are twice as wide as a block, if that is not twice as much
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
     blocked: str = ""
@@ -124,8 +123,7 @@ class KernelWriter:
         self.states = {k: matrix_axes(shape) for k, shape in state_shapes(spec).items() if k != POSITION}
         present = {base_dim(x) for n in nodes for x in n.axes}
         text.dims = [d for d in spec.dims if d in present or self._sized(nodes, d)]
-        self.strides = self._strides(nodes)
-        text.dims = list(dict.fromkeys([*text.dims, *self.strides]))
+        text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
         text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"} and n not in given}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
         text.uses |= {"wide" for n in nodes if n in printer.wide and n not in given}
@@ -445,8 +443,6 @@ def write_map(spec: LayerSpec, kernel: Kernel, tokens: int, rounded: Container[N
     printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
     text.body += writer.computed(kernel)
     text.alive = round(printer.alive, 1)
-    if kernel.inner in writer.strides:
-        text.alive_wide = round(alive(kernel, weights(tokens, 2 * BLOCK, kernel.inner)), 1)
     return text
 
 
