@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 import ttmdsl
+from ttmdsl import edges
 from ttmdsl.edges import EDGES, Edge, at_edges, main, page
 
 # those whose kernels take another way where decays are strong, and those that take logarithms of a state
@@ -64,6 +66,25 @@ def test_what_grows_is_said_to_diverge() -> None:
     assert rows["keys of norm 10"].diverges
     assert not rows["gates of 1e-6"].diverges
     assert "decays of e^-20" not in rows
+
+
+@pytest.mark.parametrize("diverging", [True, False])
+def test_what_is_not_finite_later_is_looked_for_in_float64(diverging: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In longer and longer beginnings, until the recurrence is seen to diverge."""
+    looked: list[int] = []
+
+    def results(module: Any, x: dict[str, torch.Tensor], state: Any, backend: str) -> list[torch.Tensor]:
+        count = x["q"].shape[1]
+        if backend != "torch":
+            return [torch.full((3,), float("nan") if count > 20 else 1.0)] * 2
+        looked.append(count)
+        return [torch.full((3,), 1e31 if diverging and count > 20 else 1.0, dtype=torch.float64)] * 2
+
+    monkeypatch.setattr(edges, "_results", results)
+    how: dict[str, Any] = {"tokens": 70, "dtype": torch.float32, "backend": "triton", "compared": 10}
+    row = next(at_edges("mamba2", ttmdsl.load("mamba2"), **how))
+    assert (row.finite, row.diverges, row.error) == (False, diverging, 0.0)
+    assert looked == ([10, 20, 40] if diverging else [10, 20, 40, 70])
 
 
 def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   the states at the parts' starts (`Parts`), then as above.
 - Kernels walk over the blocks of a dim that memories alone have (rounds.py). Their states pass through memory from unit
   to unit, so what is read of them may be computed for all units at once, after the scan, where that costs less.
+- Maps walk likewise over the blocks of a head's dim, where heads of 128 find room so: whether a launch takes such
+  blocks, or the whole dim as one, is said by what was measured.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
 
 Does not choose tile sizes or warps: that is the launch's business (codegen/triton.py.j2).

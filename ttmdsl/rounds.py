@@ -1,5 +1,5 @@
 """Kernels that walk over the blocks of a dim, in as many rounds as it takes: the inner dims of deep memories, which are
-several times as wide as a head, would fill the registers many times over.
+several times as wide as a head, would fill the registers many times over; and the dims of wide heads, where that helps.
 
 Input: what a kernel computes, and a dim. Output: `Round`s. A value with the dim exists for one block at a time; a sum
 over the dim is known when a round is over, and what depends on it is computed after that, values with the dim in the
