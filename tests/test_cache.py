@@ -166,21 +166,28 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert output(python(script)) == "[]\n"
 
 
+LOADED = (
+    "import time, torch, sys; start = time.process_time(); import ttmdsl; ttmdsl.load('trellis');"
+    "print(time.process_time() - start)"  # the processor's time, since other tests may run beside this one
+)
+
+
+@pytest.fixture(scope="module")
+def slow() -> float:
+    """How many times as long as where the bounds were set this machine takes: by importing sympy, 0.154 s there."""
+    script = "import time, torch; start = time.process_time(); import sympy; print(time.process_time() - start)"
+    return max(1.0, min(float(output(python(script))) for _ in range(3)) / 0.154)
+
+
 @pytest.mark.slow
-def test_a_cached_load_is_quick(place: Path) -> None:
+def test_a_cached_load_is_quick(place: Path, slow: float) -> None:
     output(python("import ttmdsl; ttmdsl.load('trellis')"))
-    script = (
-        "import time, torch; start = time.perf_counter(); import ttmdsl; ttmdsl.load('trellis');"
-        "print(time.perf_counter() - start); import sys; assert 'sympy' not in sys.modules"
-    )
+    script = f"{LOADED}; assert 'sympy' not in sys.modules"
     output(python(script))  # the bytecode
-    assert min(float(output(python(script))) for _ in range(3)) < 0.15
+    assert min(float(output(python(script))) for _ in range(3)) < 0.15 * slow
 
 
 @pytest.mark.slow
-def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
-    script = (  # the processor's time, since other tests may run beside this one
-        "import time, torch; start = time.process_time(); import ttmdsl; ttmdsl.load('trellis');"
-        "print(time.process_time() - start)"
-    )
-    assert min(float(output(python(script, TTM_CACHE_DIR=str(tmp_path / str(n))))) for n in range(2)) < 2
+def test_a_cold_compile_is_quick(tmp_path: Path, slow: float) -> None:
+    found = (float(output(python(LOADED, TTM_CACHE_DIR=str(tmp_path / str(n))))) for n in range(2))
+    assert min(found) < 2 * slow
