@@ -24,7 +24,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def python(script: str, **environment: str) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **environment}
+    # bytecode is kept between runs, whatever the machine says of it
+    own = {"PYTHONPATH": str(TESTS), "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, **own, **environment}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", script], env=variables, text=True, **streams)
 
@@ -172,22 +174,18 @@ LOADED = (
 )
 
 
-@pytest.fixture(scope="module")
-def slow() -> float:
-    """How many times as long as where the bounds were set this machine takes: by importing sympy, 0.154 s there."""
-    script = "import time, torch; start = time.process_time(); import sympy; print(time.process_time() - start)"
-    return max(1.0, min(float(output(python(script))) for _ in range(3)) / 0.154)
-
-
 @pytest.mark.slow
-def test_a_cached_load_is_quick(place: Path, slow: float) -> None:
+def test_a_cached_load_is_quick(place: Path) -> None:
     output(python("import ttmdsl; ttmdsl.load('trellis')"))
     script = f"{LOADED}; assert 'sympy' not in sys.modules"
     output(python(script))  # the bytecode
-    assert min(float(output(python(script))) for _ in range(3)) < 0.15 * slow
+    assert min(float(output(python(script))) for _ in range(3)) < 0.15
 
 
 @pytest.mark.slow
-def test_a_cold_compile_is_quick(tmp_path: Path, slow: float) -> None:
+def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
+    """Two seconds; on a machine that takes long for sympy alone, twelve times as long as that."""
+    script = "import time, torch; start = time.process_time(); import sympy; print(time.process_time() - start)"
+    sympy = min(float(output(python(script))) for _ in range(3))
     found = (float(output(python(LOADED, TTM_CACHE_DIR=str(tmp_path / str(n))))) for n in range(2))
-    assert min(found) < 2 * slow
+    assert min(found) < max(2, 12 * sympy)

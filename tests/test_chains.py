@@ -166,8 +166,8 @@ def test_what_passes_is_small_and_as_precise_as_it_is_taken(
             assert all(n.axes[0] in TOKEN_AXES for n in kernel.across if len(n.axes) > 1)
             assert kernel.across <= {n for later in walk[i + 1 :] for n in later.given}
             for later in walk[i + 1 :]:
-                products = {n for n in later.nodes() if is_product(n)}
-                others = (n for n in later.nodes() if n not in later.given and n not in products and n.op != "rename")
+                products = {n for n in later.nodes if is_product(n)}
+                others = (n for n in later.nodes if n not in later.given and n not in products and n.op != "rename")
                 assert {a for n in others for a in n.args} & kernel.across <= later.exact
         kept = [name for k in kernels for name in k.keeps]
         assert len(set(kept)) == len(kept)

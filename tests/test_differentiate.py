@@ -149,7 +149,7 @@ def test_the_gradient_of_a_solve_is_one_outer_product() -> None:
     inputs = Inputs()
     b = inputs.b
     backward = differentiate(Program("chunk", DIMS, b, {"y": solve(inputs, b, inputs.x)}))
-    products = [n for n in backward.nodes() if n.op == "contract" and set(n.reduced) & {"t", "s", "u"}]
+    products = [n for n in backward.nodes if n.op == "contract" and set(n.reduced) & {"t", "s", "u"}]
     between = [n for n in products if all(len(a.axes) == 2 and set(a.axes) <= {"t", "s", "u"} for a in n.args)]
     assert products
     assert not between  # the inverse meets vectors alone

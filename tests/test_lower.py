@@ -61,7 +61,7 @@ def test_shipped_layers(name: str, consts: dict[str, float], recurrence: str, re
     assert (found.chunk is None) == (recurrence == "sequential")
     assert (found.resumed is None) == (recurrence != "frozen")
     assert found.batch == int(found.rule.spec.passes[0].optimizer.batch)
-    inverted = found.chunk is not None and any(n.op == "tri_inv" for n in found.chunk.forward.nodes())
+    inverted = found.chunk is not None and any(n.op == "tri_inv" for n in found.chunk.forward.nodes)
     assert inverted == (recurrence == "affine")
 
 
@@ -219,4 +219,4 @@ def test_a_decay_is_never_divided_by(name: str) -> None:
     assert chunk is not None
     logs = [n for n in chunk.forward.leaves() if n.name.startswith("log_")]
     tainted = depends_on(chunk.forward.outputs.values(), logs)
-    assert not any(n.op == "recip" and n.args[0] in tainted and n.args[0].op == "exp2" for n in chunk.forward.nodes())
+    assert not any(n.op == "recip" and n.args[0] in tainted and n.args[0].op == "exp2" for n in chunk.forward.nodes)

@@ -339,7 +339,7 @@ def test_biases_without_a_closed_form(text: str, message: str) -> None:
 
 def test_newton_schulz_multiplies_over_the_narrow_side() -> None:
     token = lowered(DEEP).token
-    sides = [n.attr[0] for p in (token.forward, token.backward) for n in p.nodes() if n.op.startswith("newton_schulz")]
+    sides = [n.attr[0] for p in (token.forward, token.backward) for n in p.nodes if n.op.startswith("newton_schulz")]
     assert len(sides) == 6  # forward, and once more for the backward
     assert set(sides) == {"d"}
 

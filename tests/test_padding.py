@@ -24,7 +24,7 @@ def check(programs: list[Program], seed: int) -> dict[str, int]:
     analysis = PaddingAnalysis()
     claims = {"zero": 0, "finite": 0, "wild": 0}
     for program in programs:
-        for node in program.nodes():
+        for node in program.nodes:
             if set(node.axes) <= set(TOKEN_AXES):
                 continue
             value = padded(node)
@@ -58,7 +58,7 @@ def _beyond(value: torch.Tensor, node: Node, axis: str) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "consts"), LAYERS, ids=lambda p: str(p))
 def test_layer(name: str, consts: dict[str, float]) -> None:
     for kind, form in forms(name, consts).items():
-        if any(n.op == "norm_scan" for n in form.forward.nodes()):
+        if any(n.op == "norm_scan" for n in form.forward.nodes):
             continue  # a form that no kernel takes
         claims = check([form.forward, form.backward], seed=len(kind))
         assert 2 * claims["zero"] > claims["wild"]  # an analysis that knew nothing would mask everything

@@ -173,9 +173,9 @@ def test_states_that_products_alone_take_are_rounded(name: str, expected: set[tu
 def test_a_rounded_state_is_loaded_for_matrix_products_alone(form: Form, found: Plan) -> None:
     rounded = found.rounded()
     for kernel in found.kernels():
-        users = [n for n in kernel.nodes() if n not in kernel.given and n.op != "rename"]
+        users = [n for n in kernel.nodes if n not in kernel.given and n.op != "rename"]
         for state in kernel.states() & rounded:
-            names = {n for n in kernel.nodes() if original(n) is state}
+            names = {n for n in kernel.nodes if original(n) is state}
             assert not names & set(kernel.roots)
             assert all(is_matmul(n) and n not in kernel.wide for n in users if names & set(n.args))
 

@@ -39,7 +39,7 @@ def test_whatever_has_the_inner_dim_walks_over_it_or_is_split_by_the_grid(name: 
     found = planned(name, consts)
     for k in found.kernels():
         assert k.program.inner == "h"
-        assert (k.inner == "h" or k.blocked == "h") == any("h" in n.axes for n in k.nodes())
+        assert (k.inner == "h" or k.blocked == "h") == any("h" in n.axes for n in k.nodes)
 
 
 WIDE = [("gated_delta_net", {}), ("trellis", {"b": 64}), ("gsa", {}), ("titans_linear", {"b": 64}), ("dplr", {})]
@@ -95,7 +95,7 @@ def test_what_is_read_is_apart_where_the_scan_would_spill(name: str, consts: dic
 def test_every_value_is_there_when_a_round_takes_it(name: str, consts: dict[str, float], kind: str) -> None:
     for k in in_rounds(planned(name, consts, kind)):
         found = rounds(k.roots, k.given, "h")
-        known: set[Node] = set(k.given) | {n for n in k.nodes() if n.op == "leaf"}
+        known: set[Node] = set(k.given) | {n for n in k.nodes if n.op == "leaf"}
         stored: list[Node] = []
         for r in found:
             before = reachable(r.before, known)
@@ -191,26 +191,26 @@ def test_walks_over_the_blocks_of_a_head_are_the_reference(
     assert misses == []
 
 
-def walked(gpu: int) -> list[tuple[int, int]]:
+def walked() -> list[tuple[int, int]]:
     """Columns and warps of delta_net's gradient kernel, in heads of 64 and 128."""
     module = ttmdsl.load("delta_net")
     (name,) = (k for k, (*_, inner) in module._KERNELS.items() if inner)
     found = []
     for size in (64, 128):
-        constants, options = module.kernel_constants(name, {"d_k": size, "d_v": size}, torch.bfloat16, gpu)
+        constants, options = module.kernel_constants(name, {"d_k": size, "d_v": size}, torch.bfloat16, 90)
         found.append((constants[module.KERNEL_BLOCKS[name]], options["num_warps"]))
     return found
 
 
 def test_a_walk_over_a_head_is_in_blocks_as_measured_alone(interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(walked, 90).result() == [(64, 4), (64, 4)]
+    assert interpreter.submit(walked).result() == [(64, 4), (64, 4)]
     assert interpreter.submit(untuned).result() == [(64, 4), (128, 8)]
 
 
 def untuned() -> list[tuple[int, int]]:
     """The same by the rules."""
     with mock.patch.object(ttmdsl.load("delta_net"), "_TUNED", {}):
-        return walked(90)
+        return walked()
 
 
 @pytest.fixture(scope="session")

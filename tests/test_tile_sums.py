@@ -48,7 +48,7 @@ def token_program() -> tuple[Builder, Program]:
 
 
 def sums(program: Program) -> int:
-    return sum(n.op in ("sum", "contract") and any(len(a.axes) == 2 for a in n.args) for n in program.nodes())
+    return sum(n.op in ("sum", "contract") and any(len(a.axes) == 2 for a in n.args) for n in program.nodes)
 
 
 def test_sums_of_one_tile_are_taken_at_once() -> None:
@@ -65,7 +65,7 @@ def test_squares_are_summed_as_they_stand() -> None:
     step = program.outputs["carry:S"]
     outputs = {"y": b.contract(step, step, ("d",)), "z": b.contract(step.args[0], step.args[0], ("d",))}
     new = regrouped(program.with_outputs(outputs))
-    squared = [n for n in new.nodes() if n.op == "contract" and n.args[0] is n.args[1]]
+    squared = [n for n in new.nodes if n.op == "contract" and n.args[0] is n.args[1]]
     assert {n.args[0].op for n in squared} == {"leaf", "add"}
 
 

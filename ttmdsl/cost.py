@@ -50,7 +50,7 @@ def _kernel(form: KernelForm) -> Polynomial:
 def _work(program: Program) -> Polynomial:
     """Multiply-adds of one unit, divided among its tokens."""
     work: Polynomial = Counter()
-    for node in program.nodes():
+    for node in program.nodes:
         axes = {x for a in node.args for x in a.axes}
         if node.op in ("newton_schulz", "newton_schulz_back"):
             rows, steps = str(node.attr[0]), int(str(node.attr[1]))

@@ -107,7 +107,7 @@ def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[st
         "batch": lowered.batch,
     }
     programs = [p for f in lowered.forms for p in (f.terms, f.readout)]
-    logarithms = any(n.op == "log2" for p in programs for n in p.nodes())
+    logarithms = any(n.op == "log2" for p in programs for n in p.nodes)
     return {
         "reference": _reference(lowered, sizes),
         "torch": render("kernel_torch.py.j2", **common, logarithms=logarithms),
@@ -182,7 +182,7 @@ def _text(spec: s.LayerSpec, f: KernelForm, sizes: dict[str, str]) -> _Text:
 def _load(printer: _Printer, program: Program, bare: set[Node]) -> list[str]:
     """Names for the leaves: those that arithmetic is done with at least in float32, the others as they are."""
     lines = []
-    inner = {a for n in program.nodes() for a in n.args}
+    inner = {a for n in program.nodes for a in n.args}
     for leaf in program.leaves():
         source = "out" if leaf.name == READ else f'x["{leaf.name}"]'
         if leaf in bare and leaf not in inner:

@@ -57,7 +57,7 @@ class _Function:
         """What the template needs for y, the carries after the last unit and those at every unit's start that the
         backward function wants: of chunks; single tokens have too many, and it goes through them once more."""
         y, carries = self.program.outputs["y"], _carries(self.program)
-        self.unpack(self.program.nodes())
+        self.unpack(self.program.nodes)
         handed = self.handed(self.form.backward.outputs.values()) if self.keeps else []
         ends = self.scan(self.program, FORWARD, carries, [y, *handed])
         self.body += ["# for all units at once", *self.printer.emit([y])]
@@ -252,7 +252,7 @@ def emit_torch(lowered: Lowered) -> str:
     functions = []
     for name, form in forms.items():
         functions += [_Function(name, form, form.forward).forward(), _Function(name, form, form.backward).backward()]
-    ops = {n.op for f in forms.values() for p in (f.forward, f.backward) for n in p.nodes()}
+    ops = {n.op for f in forms.values() for p in (f.forward, f.backward) for n in p.nodes}
     per_channel = bool(ops & DECAYED)
     dims, shapes = {d: _where(spec, d) for d in spec.dims}, state_shapes(spec)
     return render(

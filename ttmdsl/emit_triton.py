@@ -13,6 +13,7 @@ from ttmdsl.ir import DECAYED, Axes
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Division, Kernel, Plan, carries, plan, walks_at
+from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
@@ -101,7 +102,7 @@ def unit_tokens(lowered: Lowered) -> int:
 def _forms(lowered: Lowered) -> dict[str, Form]:
     found = {"chunk": lowered.chunk, "resumed": lowered.resumed, "token": lowered.token}
     # a chunk form that walks over its tokens, too, takes longer than the sequential one (benchmarks/NOTES.md)
-    return {k: f for k, f in found.items() if f and all(n.op != "norm_scan" for n in f.forward.nodes())}
+    return {k: f for k, f in found.items() if f and all(n.op != "norm_scan" for n in f.forward.nodes)}
 
 
 def write_forms(lowered: Lowered) -> list[FormTexts]:
@@ -115,7 +116,7 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     for name, form in chunks:
         found = plan(name, form, tokens, division)
         division = found.division
-        texts.append(_form_texts(spec, found, tokens))
+        texts.append(_form_texts(spec, found, weights(tokens)))
     last = Form(regrouped(last.forward), regrouped(last.backward))
     token = token_kernel(last)
     backward = write_token_backward(spec, last, token.handed, "_token_backward_kernel")
@@ -124,12 +125,12 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     return texts
 
 
-def _form_texts(spec: LayerSpec, p: Plan, tokens: int) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
     b = p.forward[0].program.builder
     rounded = p.rounded()
 
     def write(k: Kernel) -> KernelText:
-        return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, tokens, rounded)
+        return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, weight, rounded)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}
@@ -160,7 +161,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         if name != "token"
     }
     programs = [p for f in forms.values() for p in (f.forward, f.backward)]
-    ops = {n.op for p in programs for n in p.nodes()}
+    ops = {n.op for p in programs for n in p.nodes}
     keywords = [t.keyword for t in spec.tensors]
     return render(
         "triton.py.j2",

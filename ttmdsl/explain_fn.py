@@ -41,8 +41,10 @@ def function_pages(spec: LayerSpec, names: tuple[str, ...], printer: Printer) ->
     """The equations of every named function; projections that differ get different letters."""
     derived: dict[str, tuple[Jacobian, Structure | None]] = {}
     for name in names:
-        known = name in spec.fns
-        derived[name] = symbolic_jacobian(spec.fns[name]) if known else (softmax_jacobian(), Structure("softmax"))
+        if name in spec.fns:
+            derived[name] = symbolic_jacobian(spec.fns[name], spec.source, spec.filename)
+        else:
+            derived[name] = softmax_jacobian(), Structure("softmax")
     dampings = {s.damping for _, s in derived.values() if s and s.kind == "projection"}
     pages = {}
     for name, (jacobian, structure) in derived.items():

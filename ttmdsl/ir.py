@@ -38,6 +38,7 @@ w_t . w_s = w[t,s] r_t r_s + a_t c_s + c_t a_s.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -196,12 +197,13 @@ class Program:
     outputs: dict[str, Node]
     inner: str = ""
 
+    @functools.cached_property
     def nodes(self) -> list[Node]:
         """All nodes that an output needs, operands first."""
         return reachable(self.outputs.values())
 
     def leaves(self) -> list[Node]:
-        return [n for n in self.nodes() if n.op == "leaf"]
+        return [n for n in self.nodes if n.op == "leaf"]
 
     def carries(self) -> list[Node]:
         return [n for n in self.leaves() if n.role == "carry"]
@@ -212,7 +214,7 @@ class Program:
     def __str__(self) -> str:
         labels = self.builder.labels
         lines = [f"program {self.unit}({', '.join(self.dims)})"]
-        for n in self.nodes():
+        for n in self.nodes:
             attr = "; " + ", ".join(map(str, n.attr)) if n.attr else ""
             call = f"{n.op}({', '.join(map(repr, n.args))}{attr})"
             note = f"  # {labels[n]}" if n in labels else ""
@@ -274,7 +276,7 @@ def depends_on(
 def verify(program: Program) -> None:
     """Raises AssertionError where a node breaks the grammar: a bug of the compiler, never of a spec."""
     held: dict[Node, set[str]] = {}  # axes along which a value varies, or could: those that no expand gave it
-    for n in program.nodes():
+    for n in program.nodes:
         held[n] = {*n.axes}
         if n.op in ELEMENTWISE or n.op in ("expand", "contract"):
             held[n] &= {x for a in n.args for x in held[a]}

@@ -13,7 +13,7 @@ import sympy
 from ttmdsl.functions import X, Y
 from ttmdsl.structure import random_point, varying
 
-_LARGE = 150  # operations: simplify takes seconds beyond
+_LARGE = 150  # operations, beyond which they take seconds
 
 
 def ratio(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -29,12 +29,16 @@ def ratio(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
 
 
 def tidy(e: sympy.Expr) -> sympy.Expr:
-    """The shortest of a few equal forms, in the same functions (simplify knows more, such as cosh)."""
-    own = {f.func for f in e.atoms(sympy.Function)}
+    """The shortest of a few equal forms, in the same functions: simplify knows more, such as cosh, and takes longer."""
     forms = [e, sympy.factor_terms(e)]
     if sympy.count_ops(e) < _LARGE:
-        forms.append(sympy.simplify(e))
-    return min((f for f in forms if {a.func for a in f.atoms(sympy.Function)} <= own), key=sympy.count_ops)
+        whole = sympy.together(e)
+        forms += [sympy.factor_terms(whole), sympy.factor_terms(sympy.cancel(whole)), sympy.powsimp(e)]
+
+    def length(form: sympy.Expr) -> int:
+        return int(sympy.count_ops(-form if form.could_extract_minus_sign() else form))  # a sign stands anywhere
+
+    return min(forms, key=length)
 
 
 Pairs = list[tuple[sympy.Expr, sympy.Expr]]

@@ -86,6 +86,6 @@ def lower(rule: UpdateRule) -> Lowered | LoweredKernel:
         resumed = _form(lower_chunk(rule, aligned=False)) if grouped else None
     except NotChunkable as reason:
         return Lowered(rule, "sequential", str(reason), token, None, None, prelude)
-    inverted = any(n.op == "tri_inv" for n in chunk.nodes())
+    inverted = any(n.op == "tri_inv" for n in chunk.nodes)
     recurrence: Recurrence = "frozen" if grouped else "affine" if inverted else "additive"
     return Lowered(rule, recurrence, "", token, _form(chunk), resumed, prelude)

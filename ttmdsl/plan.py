@@ -97,13 +97,14 @@ class Kernel:
         """What a scan walks with."""
         return "cocarry" if self.reverse else "carry"
 
+    @functools.cached_property
     def nodes(self) -> list[Node]:
         """What this kernel computes or loads, operands first; saved values are loaded."""
         return reachable(self.roots, set(self.given))
 
     def leaves(self) -> list[Node]:
         """Leaves that this slice needs."""
-        return [n for n in self.nodes() if n.op == "leaf"]
+        return [n for n in self.nodes if n.op == "leaf"]
 
     def walked(self) -> set[Node]:
         """Leaves that a scan walks with."""
@@ -150,8 +151,8 @@ class Plan:
         loaded: set[Node] = set()
         exact: set[Node] = set()
         for k in self.kernels():
-            rounding = {n for n in k.nodes() if is_matmul(n) and n not in k.wide}
-            others = [n for n in k.nodes() if n not in k.given and n not in rounding and n.op != "rename"]
+            rounding = {n for n in k.nodes if is_matmul(n) and n not in k.wide}
+            others = [n for n in k.nodes if n not in k.given and n not in rounding and n.op != "rename"]
             loaded |= k.states()
             exact |= k.states() & {original(a) for a in (*k.roots, *(a for n in others for a in n.args))}
         return frozenset(loaded - exact)
@@ -422,7 +423,7 @@ def _dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]) ->
 def _weighs(free: Kernel) -> bool:
     """Whether several products go to weights of tokens, and to nothing as large as an input: what each block of a
     scan's grid would compute again, in the chain of its units."""
-    return sum(map(is_product, free.nodes())) > 1 and all(set(n.axes) <= set(TOKEN_AXES) for n in free.saves)
+    return sum(map(is_product, free.nodes)) > 1 and all(set(n.axes) <= set(TOKEN_AXES) for n in free.saves)
 
 
 def _prologue(

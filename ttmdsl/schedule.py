@@ -7,6 +7,7 @@ Does not choose what is computed.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
 from collections import Counter
@@ -55,24 +56,7 @@ def peak(
 ) -> float:
     """The most registers in use at once: what is kept stays to the end, what nothing uses is stored and gone, what is
     `loaded` comes with its first use."""
-    staying, held = set(kept), set(order)
-    used = [operands(n) for n in order]
-    left = Counter(itertools.chain.from_iterable(used))
-    live = most = 0.0
-    for n, arguments in zip(order, used, strict=True):
-        for a in arguments:
-            if a not in held and loaded(a):
-                held.add(a)
-                live += weight(a)
-        live += weight(n)
-        most = max(most, live + weight(n) * WORKING.get(n.op, 0.0))
-        for a in arguments:
-            left[a] -= 1
-            if left[a] == 0 and a in held and a not in staying:
-                live -= weight(a)
-        if left[n] == 0 and n not in staying:
-            live -= weight(n)
-    return most
+    return Work(order, kept, operands, weight, loaded).peak(range(len(order)))
 
 
 def with_loads(order: Iterable[Node], operands: Operands, loaded: Callable[[Node], bool]) -> list[Node]:
@@ -92,56 +76,113 @@ def best_order(
 ) -> list[Node]:
     """The nodes in the order of least peak: depth first, in both directions, or greedy; `kept` live to the end, what is
     `loaded` from its first use."""
-    operands = {n: operands(n) for n in nodes}.__getitem__
-    used = {a for n in nodes for a in operands(n)}
-    ends = [n for n in nodes if n not in used]
-    orders = [nodes, _greedy(nodes, kept, operands, weight)]
-    orders += [_depth_first(nodes, r, operands, flip) for r in (ends, ends[::-1]) for flip in (False, True)]
-    whole = (order for order in orders if len(order) == len(nodes))
-    return min(whole, key=lambda order: peak(order, kept, operands, weight, loaded))
+    work = Work(nodes, kept, operands, weight, loaded)
+    given = list(range(len(nodes)))
+    ends = [i for i in given if not work.users[i]]
+    orders = [given, work.greedy()]
+    orders += [work.depth_first(roots, flip) for roots in (ends, ends[::-1]) for flip in (False, True)]
+    best, least = given, math.inf
+    for order in {tuple(order): order for order in orders}.values():
+        found = work.peak(order, least)
+        if found < least:
+            best, least = order, found
+    return [nodes[i] for i in best]
 
 
-def _depth_first(nodes: list[Node], roots: list[Node], operands: Operands, flip: bool) -> list[Node]:
-    inside = set(nodes)
-    order: dict[Node, None] = {}
-    stack = [(r, False) for r in reversed(roots)]
-    while stack:
-        node, ready = stack.pop()
-        if node in order or node not in inside:
-            continue
-        if ready:
-            order[node] = None
-        else:
-            stack.append((node, True))
-            arguments = operands(node)
-            stack.extend((a, False) for a in (arguments if flip else arguments[::-1]))
-    return list(order)
+class Work:
+    """Values by number, in the order given; behind them what they load. What lies in no register is left out."""
 
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        kept: Iterable[Node],
+        operands: Operands,
+        weight: Weight,
+        loaded: Callable[[Node], bool],
+    ) -> None:
+        number = {n: i for i, n in enumerate(nodes)}
+        given = list(map(operands, nodes))
+        for a in itertools.chain.from_iterable(given):
+            if a not in number and loaded(a):
+                number[a] = len(number)
+        self.computed = len(nodes)
+        self.used = [[number[a] for a in arguments if a in number] for arguments in given]
+        self.users: list[list[int]] = [[] for _ in number]
+        for user, mine in enumerate(self.used):
+            for i in mine:
+                self.users[i].append(user)
+        self.weights = list(map(weight, number))
+        self.working = [weight(n) * WORKING.get(n.op, 0.0) for n in nodes]
+        self.kept = {number[n] for n in kept if n in number}
 
-def _greedy(nodes: list[Node], roots: list[Node], operands: Operands, weight: Weight) -> list[Node]:
-    """Always the ready value that frees most, or adds least."""
-    inside, kept = set(nodes), set(roots)
-    left = Counter(a for n in nodes for a in operands(n))
-    waiting = {n: {a for a in operands(n) if a in inside} for n in nodes}
-    users: dict[Node, list[Node]] = {}
-    for n in nodes:
-        for a in set(operands(n)):
-            users.setdefault(a, []).append(n)
-    place = {n: i for i, n in enumerate(nodes)}
-    ready = [n for n in nodes if not waiting[n]]
-    order: list[Node] = []
-    freeable = {n: [(a, c, weight(a)) for a, c in Counter(operands(n)).items() if a in inside - kept] for n in nodes}
+    def peak(self, order: Sequence[int], limit: float = math.inf) -> float:
+        """The most registers in use at once where these are computed in this order; of more than `limit` only that it
+        is more."""
+        used, weights, working, computed = self.used, self.weights, self.working, self.computed
+        left = [0] * len(weights)
+        for i in self.kept:
+            left[i] = 1
+        for i in order:
+            for a in used[i]:
+                left[a] += 1
+        loaded: set[int] = set()
+        live = most = 0.0
+        for i in order:
+            for a in used[i]:
+                if a >= computed and a not in loaded:
+                    loaded.add(a)
+                    live += weights[a]
+            live += weights[i]
+            most = max(most, live + working[i])
+            if most > limit:
+                break
+            for a in used[i]:
+                left[a] -= 1
+                if not left[a]:
+                    live -= weights[a]
+            if not left[i]:
+                live -= weights[i]
+        return most
 
-    def cost(n: Node) -> tuple[float, int]:
-        return weight(n) - sum(w for a, c, w in freeable[n] if left[a] == c), place[n]
+    def depth_first(self, roots: Sequence[int], flip: bool) -> list[int]:
+        order: dict[int, None] = {}
+        stack = [*reversed(roots)]
+        while stack:
+            i = stack.pop()
+            if i < 0:  # its operands are done
+                order[~i] = None
+            elif i < self.computed and i not in order:
+                stack.append(~i)
+                stack += self.used[i] if flip else self.used[i][::-1]
+        return list(order)
 
-    while ready:
-        node = min(ready, key=cost)
-        ready.remove(node)
-        order.append(node)
-        left.subtract(operands(node))
-        for user in users.get(node, ()):
-            waiting[user].discard(node)
-            if not waiting[user]:
-                ready.append(user)
-    return order
+    def greedy(self) -> list[int]:
+        """Always the ready value that frees most, or adds least."""
+        left = list(map(len, self.users))
+        waiting = [{a for a in mine if a < self.computed} for mine in self.used]
+        freeable = [
+            [(a, times, self.weights[a]) for a, times in Counter(mine).items() if a < self.computed]
+            for mine in self.used
+        ]
+
+        def cost(i: int) -> float:
+            freed = sum(w for a, times, w in freeable[i] if left[a] == times and a not in self.kept)
+            return self.weights[i] - freed
+
+        ready = [(cost(i), i) for i in range(self.computed) if not waiting[i]]
+        heapq.heapify(ready)
+        order: dict[int, None] = {}
+        while ready:
+            _, i = heapq.heappop(ready)
+            if i in order:
+                continue
+            order[i] = None
+            for a in self.used[i]:
+                left[a] -= 1
+            for user in self.users[i]:
+                waiting[user].discard(i)
+            near = {*self.users[i], *(u for a in self.used[i] for u in self.users[a])}
+            for user in near.difference(order):
+                if not waiting[user]:
+                    heapq.heappush(ready, (cost(user), user))
+        return list(order)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
-from ttmdsl.schedule import WORKING, Weight, best_order, peak
+from ttmdsl.schedule import WORKING, Weight, Work, best_order, peak
 
 if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
@@ -107,7 +107,7 @@ def _outside(nodes: Iterable[Node]) -> Callable[[Node], bool]:
 def computed(kernel: Kernel) -> list[Node]:
     """The values that a kernel computes and holds."""
     given = set(kernel.given)
-    return [n for n in kernel.nodes() if n not in given and not is_input(n) and len(n.axes) <= 2]
+    return [n for n in kernel.nodes if n not in given and not is_input(n) and len(n.axes) <= 2]
 
 
 def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
@@ -115,9 +115,10 @@ def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
     place = {n: i for i, segment in enumerate(segments) for n in segment}
     outside = {*kernel.given, *(n for n in place if len(n.axes) < 2)}
     cheap = {n for n in place if is_product(n) and all(outside.issuperset(_sources(a, ())) for a in operands(n))}
+    passed = functools.cache(lambda n: _crossing(n, cheap))
     crossing: dict[Node, None] = {}
     for n in place:
-        for a in (s for x in operands(n) for s in _crossing(x, cheap)):
+        for a in (s for x in operands(n) for s in passed(x)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
     # what products alone take of it, they would round anyway; what is saved for others passes as it is saved
@@ -163,17 +164,29 @@ def peak_of_loads(segment: Sequence[Node], weight: Weight, dim: str = "") -> flo
     return peak(segment, (), operands, weight, _outside(segment)) + _totals(segment, weight, dim)
 
 
+def _fitting(nodes: list[Node], weight: Weight, limit: float, dim: str) -> int:
+    """How many of the nodes have room, from the first one on."""
+    work = Work(nodes, (), operands, weight, _outside(nodes))
+
+    def tiles(first: int) -> float:
+        totals = _totals(nodes[:first], weight, dim)
+        return work.peak(range(first), limit - totals) + totals
+
+    return 1 + bisect(range(2, len(nodes) + 1), limit, key=tiles)  # the peak hardly ever falls as a segment grows
+
+
 def _segments(order: list[Node], weight: Weight, limit: float, dim: str) -> list[list[Node]]:
     """The order cut into pieces that have room, each at the place in its last part where least crosses."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
     segments: list[list[Node]] = []
     start = 0
     while start < len(order):
-        places = range(start + 2, len(order) + 1)  # the peak hardly ever falls as a segment grows
-        end = start + 1 + bisect(places, limit, key=lambda p: peak_of_loads(order[start:p], weight, dim))
+        end = start + _fitting(order[start:], weight, limit, dim)
         if end < len(order):
             ends = range(start + max(1, (end - start) * 2 // 3), end + 1)
-            end = min(ends, key=lambda p: sum(weight(n) for n in order[start:p] if last.get(n, -1) >= p))
+            later = [(i, last[n], weight(n)) for i, n in enumerate(order[:end]) if i >= start and n in last]
+            later = [held for held in later if held[1] >= ends[0]]
+            end = min(ends, key=lambda p: sum(w for first, until, w in later if first < p <= until))
         segments.append(order[start:end])
         start = end
     merged = segments[:1]

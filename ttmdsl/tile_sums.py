@@ -50,12 +50,12 @@ class _Rewriter:
         self.b: Builder = program.builder.fork()
         self.whole = whole
         self.one = self.b.const(1.0)
-        self.uses = Counter(a for n in program.nodes() for a in n.args)
+        self.uses = Counter(a for n in program.nodes for a in n.args)
         self.uses.update(program.outputs.values())
         self.made: dict[Node, Node] = {}
         self.terms: dict[Node, list[Term]] = {}
         self.dots: dict[Node, tuple[list[Dot], Node]] = {}
-        for node in program.nodes():
+        for node in program.nodes:
             self.visit(node)
         outputs = {k: self.node(v) for k, v in program.outputs.items()}
         self.program = Program(program.unit, program.dims, self.b, outputs)
@@ -265,7 +265,7 @@ class _Rewriter:
 def cost(program: Program) -> float:
     """About how long a token takes, in operations on each element of a tile."""
     total = 0.0
-    for n in program.nodes():
+    for n in program.nodes:
         if _crosses(n):
             total += SUM * len(n.reduced) + 1
         elif n.op not in ("leaf", "expand", "neg", "const"):
@@ -277,14 +277,14 @@ def handed_on(program: Program) -> dict[Node, Node]:
     """Sums over the tiles of a state alone, each with what the next token would find for it, where that takes no such
     sum more: it need not take it either. So it is with the lengths of what is projected to unit length."""
     ends = {n: program.outputs[f"carry:{n.name}"] for n in program.carries() if f"carry:{n.name}" in program.outputs}
-    inside = set(program.nodes())
+    inside = set(program.nodes)
     fixed: set[Node] = set()
-    for n in program.nodes():
+    for n in program.nodes:
         if n in ends or (n.op != "leaf" and fixed.issuperset(n.args)):
             fixed.add(n)
     found = {}
     padding = PaddingAnalysis()
-    for n in program.nodes():
+    for n in program.nodes:
         if n in fixed and _crosses(n) and all(padding.of(n, x) == "zero" for x in n.axes):
             end = substitute(program.builder, n, ends)
             if not any(map(_crosses, set(reachable([end])) - inside)):

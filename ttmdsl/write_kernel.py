@@ -31,7 +31,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, Weight, weights
+from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -358,7 +358,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
     )
     text.signature = _signature(kernel, text.way, rounded)
     printer = _printer(kernel.program, spec, FULL, kernel.wide)
-    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
+    writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
     role, prefix = kernel.role, PREFIX[kernel.role]
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
     leaves = kernel.leaves()
@@ -428,13 +428,12 @@ def _moved(names: Names, new: dict[str, str]) -> list[str]:
     return [f"{staged[k]} = {new[k]}" for k in staged] + [f"{k} = {staged.get(k, new[k])}" for k in moved]
 
 
-def write_map(spec: LayerSpec, kernel: Kernel, tokens: int, rounded: Container[Node] = ()) -> KernelText:
-    """The text of a map kernel: one unit of so many tokens, and of one head, all at once."""
-    weight = weights(tokens)
+def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = ()) -> KernelText:
+    """The text of a map kernel: one unit of one head, all at once."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, inner=kernel.inner)
     text.signature = _signature(kernel, kernel.kind, rounded)
     printer = _printer(kernel.program, spec, weight, kernel.wide)
-    writer = KernelWriter(spec, text, kernel.nodes(), kernel.program.unit, printer, kernel.given, rounded)
+    writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
     tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
     printer.loads |= {leaf: writer.loaded(leaf) for leaf in tensors}
