@@ -171,6 +171,10 @@ def lose_the_device(trial: Trial) -> None:
     raise ValueError("CUDA error: an illegal memory access was encountered")
 
 
+def tell_of_a_lost_device(trial: Trial) -> str:
+    return "check: T=67: CUDA error: an illegal memory access was encountered"
+
+
 def test_a_lost_process_is_what_is_wrong_with_a_trial() -> None:
     worker = Worker(patience=20)
     try:
@@ -183,7 +187,9 @@ def test_a_lost_process_is_what_is_wrong_with_a_trial() -> None:
         second = worker.ask(process, Trial(CASE))
         with pytest.raises(RuntimeError, match="illegal memory access"):
             worker.ask(lose_the_device, Trial(CASE))
-        assert len({first, second, worker.ask(process, Trial(CASE))}) == 3
+        third = worker.ask(process, Trial(CASE))
+        assert "illegal" in worker.ask(tell_of_a_lost_device, Trial(CASE))
+        assert len({first, second, third, worker.ask(process, Trial(CASE))}) == 4
         worker.patience = 0.2
         with pytest.raises(RuntimeError, match="no answer within 0 s"):
             worker.ask(hang, Trial(CASE))

@@ -87,9 +87,9 @@ class Worker:
         except (EOFError, OSError):
             self.stop()
             raise RuntimeError("it took its process down") from None
+        if not _usable(str(answer)):  # a check tells of the errors that it met, and goes on
+            self.stop()
         if failed:
-            if not _usable(answer):
-                self.stop()
             raise RuntimeError(answer)
         return answer
 
