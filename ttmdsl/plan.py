@@ -297,23 +297,15 @@ def walking(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
 
 
 def _careful(p: Plan) -> Plan:
-    """The same for carries that enlarge rounding: products on which a carry depends are wide, and what scans save or
-    are given is exact."""
-    exact: set[Node] = set()
-    wide: set[Node] = set()
-    for kernels in (p.forward, p.backward):
-        saves = {n for k in walking(kernels) for n in k.saves}
-        given = {n for k in walking(kernels) for n in k.given} - saves
-        exact |= saves | given
-        chain = reachable((v for k in walking(kernels) for _, v in k.carried), given)
-        wide.update(filter(is_product, chain))
-
-    def careful(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        walks = {k.name for k in walking(kernels)}
-        return tuple(replace(k, wide=frozenset(wide) if k.name in walks else frozenset()) for k in kernels)
-
-    p = _exactly(p, frozenset(exact))
-    return replace(p, forward=careful(p.forward), backward=careful(p.backward))
+    """The same for carries that enlarge rounding: products on which a carry depends are wide, and what its scans save
+    or are given is exact. Cotangents enlarge nothing: they pass through the slopes where the carry was."""
+    walks = walking(p.forward)
+    names = {k.name for k in walks}
+    saves = {n for k in walks for n in k.saves}
+    given = {n for k in walks for n in k.given} - saves
+    wide = frozenset(filter(is_product, reachable((v for k in walks for _, v in k.carried), given)))
+    p = _exactly(p, frozenset(saves | given))
+    return replace(p, forward=tuple(replace(k, wide=wide) if k.name in names else k for k in p.forward))
 
 
 def _in_rounds(p: Plan, dim: str) -> Plan:

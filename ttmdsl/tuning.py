@@ -194,11 +194,17 @@ def _entry(found: dict[str, Any]) -> Entry:
 # ---- signatures ---------------------------------------------------------------------------------------------
 
 
-def signature(kind: str, roots: Iterable[Node], given: Iterable[Node] = (), rounded: Container[Node] = ()) -> str:
+def signature(
+    kind: str,
+    roots: Iterable[Node],
+    given: Iterable[Node] = (),
+    rounded: Container[Node] = (),
+    wide: Container[Node] = (),
+) -> str:
     """What a kernel computes, whatever its layer calls it: "scan 4 products 1a2b3c4d5e6f".
 
     `kind` says how it runs, `given` are the values that it loads, `rounded` the states that it loads or stores in the
-    inputs' dtype. Dims and tensors count by their order of appearance.
+    inputs' dtype, `wide` its products with twice their digits. Dims and tensors count by their order of appearance.
     """
     from ttmdsl.ir import is_product, reachable
 
@@ -216,7 +222,7 @@ def signature(kind: str, roots: Iterable[Node], given: Iterable[Node] = (), roun
             text = ("rounded" if node in rounded else "leaf", node.role, leaf(f"{node.role} {node.name}"), axes)
         else:
             attr = [[axis(a) for a in x] if isinstance(x, tuple) else axis(x) for x in node.attr]
-            text = (node.op, axes, attr, [place[a] for a in node.args])
+            text = ("wide " * (node in wide) + node.op, axes, attr, [place[a] for a in node.args])
         digest.update(repr(text).encode())
     digest.update(repr([place[r] for r in roots]).encode())
     products = sum(is_product(n) for n in nodes if n not in known)

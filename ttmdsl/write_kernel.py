@@ -508,7 +508,7 @@ def write_token_backward(spec: LayerSpec, form: Form, handed_on: Iterable[tuple[
 
 def _signature(kernel: Kernel, way: str, rounded: Container[Node]) -> str:
     how = f"{kernel.program.unit} {way}{' in rounds' if kernel.inner else ''}"
-    return signature(how, kernel.roots, kernel.given, rounded)
+    return signature(how, kernel.roots, kernel.given, rounded, kernel.wide)
 
 
 def _doc(kernel: Kernel) -> str:
