@@ -34,7 +34,8 @@ def cold_and_warm(case: Case) -> tuple[float, float]:
 def in_process(case: Case, environment: dict[str, str] | None = None) -> float:
     """Seconds of the first call, in a new process. RuntimeError if it fails."""
     paths = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "PYTHONPATH": paths, **(environment or {})}
+    # bytecode is kept from process to process, as it is unless an environment says otherwise
+    variables = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "", **(environment or {})}
     command = [sys.executable, "-m", "ttmdsl.bench.first", json.dumps(asdict(case))]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
