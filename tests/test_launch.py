@@ -165,6 +165,18 @@ def forward_scans_of_small_heads_round_to_tf32() -> None:
     assert taken("_chunk_forward_scan_kernel", 64, torch.float32) == "fp32"
 
 
+def many_heads_of_small_states_are_stepped_by_a_warp_each() -> None:
+    def warps(layer: str, lanes: int, kernel: str = "_token_forward_kernel") -> object:
+        module = ttmdsl.load(layer)
+        sizes = dict.fromkeys(module._KERNELS[kernel][2], 64)
+        _, options = next(module._choices(kernel, sizes, "token", torch.bfloat16, 32, lanes, 90))
+        return options["num_warps"]
+
+    assert [warps("gated_delta_net", lanes) for lanes in (16, 128, 1024)] == [4, 4, 1]
+    assert warps("gsa", 1024) == 4  # two states, which one warp would spill
+    assert warps("gated_delta_net", 1024, "_token_backward_kernel") > 1
+
+
 def tangents_are_not_dropped() -> None:
     module = ttmdsl.load("delta_net")
     x = {key: t.float() for key, t in draw(module, Shape("", tokens=70, dims=(16,), state=False)).x.items()}
@@ -184,6 +196,7 @@ def tangents_are_not_dropped() -> None:
         states_are_kept_only_where_a_backward_pass_may_follow,
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,
+        many_heads_of_small_states_are_stepped_by_a_warp_each,
         tangents_are_not_dropped,
     ],
     ids=lambda case: case.__name__,

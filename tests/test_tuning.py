@@ -124,11 +124,11 @@ def test_a_signature_knows_no_names() -> None:
     assert kernels[0] == shipped
 
 
-def test_what_is_rounded_makes_another_kernel() -> None:
+def test_what_is_rounded_or_wide_makes_another_kernel() -> None:
     b = Builder(("i", "j"))
     S = b.leaf("carry", "S", ("i", "j"))
     read = b.contract(S, b.leaf("token", "q", ("t", "j")), {"j"})
-    assert signature("scan", [read]) != signature("scan", [read], rounded={S})
+    assert len({signature("scan", [read], **how) for how in ({}, {"rounded": {S}}, {"wide": {read}})}) == 3
 
 
 def ttmdsl_signatures(text: str) -> dict[str, str]:
