@@ -9,11 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-
-# how long drawing takes says something of the machine alone: before the first text, hypothesis lists all of Unicode
-settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
 
 # whoever runs the tests may have tables of launch configurations of their own
 os.environ["TTM_TUNED_DIR"] = os.devnull

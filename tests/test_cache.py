@@ -168,24 +168,25 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert output(python(script)) == "[]\n"
 
 
-LOADED = (
-    "import time, torch, sys; start = time.process_time(); import ttmdsl; ttmdsl.load('trellis');"
-    "print(time.process_time() - start)"  # the processor's time, since other tests may run beside this one
-)
+LOAD = "import ttmdsl; ttmdsl.load('trellis')"
+
+
+def seconds(script: str, **environment: str) -> float:
+    """Beyond importing torch; the processor's time, since other tests may run beside this one."""
+    timed = f"import time, torch; start = time.process_time(); {script}; print(time.process_time() - start)"
+    return float(output(python(timed, **environment)))
 
 
 @pytest.mark.slow
 def test_a_cached_load_is_quick(place: Path) -> None:
-    output(python("import ttmdsl; ttmdsl.load('trellis')"))
-    script = f"{LOADED}; assert 'sympy' not in sys.modules"
-    output(python(script))  # the bytecode
-    assert min(float(output(python(script))) for _ in range(3)) < 0.15
+    output(python(LOAD))
+    script = f"{LOAD}; import sys; assert 'sympy' not in sys.modules"
+    seconds(script)  # the bytecode
+    assert min(seconds(script) for _ in range(3)) < 0.15
 
 
 @pytest.mark.slow
 def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
     """Two seconds; on a machine that takes long for sympy alone, twelve times as long as that."""
-    script = "import time, torch; start = time.process_time(); import sympy; print(time.process_time() - start)"
-    sympy = min(float(output(python(script))) for _ in range(3))
-    found = (float(output(python(LOADED, TTM_CACHE_DIR=str(tmp_path / str(n))))) for n in range(2))
-    assert min(found) < max(2, 12 * sympy)
+    sympy = min(seconds("import sympy") for _ in range(3))
+    assert min(seconds(LOAD, TTM_CACHE_DIR=str(tmp_path / str(n))) for n in range(2)) < max(2, 12 * sympy)

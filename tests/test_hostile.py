@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from ttmdsl.check import check
@@ -149,6 +149,13 @@ def test_constants_by_any_name(name: str) -> None:
         check(parse(GOOD), GOOD, consts={name: 1})
 
 
+@pytest.fixture(scope="module")
+def unicode() -> None:
+    """Before a first text hypothesis lists all of Unicode, which takes seconds, and no part of a test."""
+    find(st.text(), lambda text: True)
+
+
+@pytest.mark.usefixtures("unicode")
 @given(st.data())
 @settings(max_examples=200, deadline=2_000)
 def test_mutations_of_the_shipped_layers(data: st.DataObject) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
@@ -190,7 +190,7 @@ def test_drawn_gates_are_in_their_ranges() -> None:
     assert draw(fake(), Shape("", state=False)).state is None
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(layer_inputs(fake(), max_tokens=9))
 def test_drawn_keywords_can_be_passed(keywords: dict[str, Any]) -> None:
     y, _ = fake().op(**keywords)

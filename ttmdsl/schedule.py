@@ -160,14 +160,13 @@ class Work:
         """Always the ready value that frees most, or adds least."""
         left = list(map(len, self.users))
         waiting = [{a for a in mine if a < self.computed} for mine in self.used]
+        freed = set(range(self.computed)) - self.kept
         freeable = [
-            [(a, times, self.weights[a]) for a, times in Counter(mine).items() if a < self.computed]
-            for mine in self.used
+            [(a, times, self.weights[a]) for a, times in Counter(mine).items() if a in freed] for mine in self.used
         ]
 
         def cost(i: int) -> float:
-            freed = sum(w for a, times, w in freeable[i] if left[a] == times and a not in self.kept)
-            return self.weights[i] - freed
+            return self.weights[i] - sum(w for a, times, w in freeable[i] if left[a] == times)
 
         ready = [(cost(i), i) for i in range(self.computed) if not waiting[i]]
         heapq.heapify(ready)

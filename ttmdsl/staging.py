@@ -184,8 +184,8 @@ def _segments(order: list[Node], weight: Weight, limit: float, dim: str) -> list
         end = start + _fitting(order[start:], weight, limit, dim)
         if end < len(order):
             ends = range(start + max(1, (end - start) * 2 // 3), end + 1)
-            later = [(i, last[n], weight(n)) for i, n in enumerate(order[:end]) if i >= start and n in last]
-            later = [held for held in later if held[1] >= ends[0]]
+            placed = enumerate(order[start:end], start)
+            later = [(i, last[n], weight(n)) for i, n in placed if last.get(n, -1) >= ends[0]]
             end = min(ends, key=lambda p: sum(w for first, until, w in later if first < p <= until))
         segments.append(order[start:end])
         start = end
