@@ -34,7 +34,8 @@ def test_every_gradient_is_computed_once(form: Form, found: Plan) -> None:
     computed = [name for kernel in found.backward for name, _ in kernel.outputs]
     assert sorted(computed) == sorted(k[2:] for k in form.backward.outputs if k.startswith("d:"))
     for kernel in found.backward:
-        assert all(form.backward.outputs[f"d:{name}"] is node for name, node in kernel.outputs)
+        assert all(kernel.program.outputs[f"d:{name}"] is node for name, node in kernel.outputs)
+    assert len({id(kernel.program) for kernel in found.backward}) == 1
 
 
 @every_plan

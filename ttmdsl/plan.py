@@ -8,6 +8,7 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   pass.
 - Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
   at once and share the gradients of the inputs among them.
+- Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py).
 - Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
   after the other, if these cost less: what a later one takes of an earlier one passes through memory (chains.py).
 - Where the carries are linear, and too few sequences would fill a GPU, each is walked in parts, side by side: first for
@@ -30,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ttmdsl.associate import associated
 from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.ir import (
     DEAR,
@@ -48,7 +50,7 @@ from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import BLOCK, FULL, Weight, weights
-from ttmdsl.staging import AGAIN, APART, ROOM, WALKING, alive, cost, spilled, staged, work
+from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SCAN, WALKING, alive, cost, crowded, spilled, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
@@ -68,7 +70,7 @@ class Kernel:
     `blocked` is a dim that the grid may split, or ""; `inner` one over whose blocks the kernel walks (rounds.py).
     `exact` values pass between kernels in float32; others that have a value for every token in the inputs' dtype.
     `wide` products have twice its digits. `handed` values follow from the carries alone: found before a walk, and by
-    each unit for the next.
+    each unit for the next. `searched`: the order of its values is looked for longer than others.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Kernel:
     exact: frozenset[Node] = frozenset()
     wide: frozenset[Node] = frozenset()
     handed: tuple[tuple[Node, Node], ...] = ()
+    searched: bool = False
 
     @property
     def roots(self) -> list[Node]:
@@ -180,7 +183,6 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     with the same ones has said so."""
     weight = weights(tokens)
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
-    gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
     handed, kept = carries(form.forward), _states(form.backward.outputs.values())
     scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, keeps=kept, carried=tuple(handed.items()))
     whole = replace(scan, outputs=tuple(y.items()))
@@ -189,8 +191,8 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     apart = bool(dim) and cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
     needed = tuple(dict.fromkeys((*kept, *_states(y.values()))))
     scan = replace(scan, keeps=needed) if apart else whole
-    later = [*carries(form.backward).values(), *gradients.values()]
-    ends, later = ([*handed.values()], [*later, *y.values()]) if apart else ([*y.values(), *handed.values()], later)
+    ends = [*handed.values()] if apart else [*y.values(), *handed.values()]
+    read_later = [*y.values()] if apart else []
 
     chained = tied(form.forward, "carry")
     before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
@@ -199,13 +201,17 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     saved = before.saves if before else ()
     passed = _passed(_scans(scan, saved, weight))
     ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
-    for least in (1, 2):
-        cuts = _cuts(form.forward, ends, later, (*saved, *passed), chained, least)
-        if not ways or cuts != ways[0][1]:  # the second way keeps the first's division, which takes long to find
+    for program, doubt in _backward_programs(form):
+        shared, later = division, [*program.outputs.values(), *read_later]
+        saving = (_cuts(form.forward, ends, later, (*saved, *passed), chained, least) for least in (1, 2))
+        for cuts in dict.fromkeys(saving):
             scans = _scans(replace(scan, saves=cuts), saved, weight)
             have = (*saved, *_passed(scans), *cuts)
-            price, kernels, division = _backward(name, form, gradients, have, weight, division)
-            ways.append((price + len(cuts), cuts, scans, kernels, division))  # what is saved is written once, too
+            # the second way keeps the first's division, which takes long to find
+            price, kernels, shared = _backward(name, program, have, weight, shared)
+            price = doubt * price + sum(SCAN * cost(k, FULL) for k in kernels if k.kind == "scan")
+            price += crowded(kernels, weight) + len(cuts)  # what is saved is written once, too
+            ways.append((price, cuts, scans, kernels, shared))
     _, _, scans, backward, division = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
@@ -216,6 +222,13 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if steep(form.forward) else found
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
+
+
+def _backward_programs(form: Form) -> list[tuple[Program, float]]:
+    """The backward program, and the same with sums by other ways, where these are shorter; beside each how much more
+    its maps may cost than they seem to."""
+    other = associated(form.backward)
+    return [(form.backward, 1.0)] if other is form.backward else [(form.backward, 1.0), (other, DOUBT)]
 
 
 def _states(roots: Iterable[Node]) -> tuple[str, ...]:
@@ -231,25 +244,25 @@ def _always(scans: Iterable[Kernel], read: Iterable[Node]) -> list[Kernel]:
 
 def _backward(
     name: str,
-    form: Form,
-    gradients: dict[str, Node],
+    program: Program,
     saved: tuple[Node, ...],
     weight: Weight,
     division: Division,
 ) -> tuple[float, list[Kernel], Division]:
     """The kernels of the backward pass, given what the forward one saves; before them what all but the scan cost."""
-    handed = carries(form.backward)
-    d_ends, chained = list(handed.values()), tied(form.backward, "cocarry")
-    free = _prologue(f"_{name}_backward_free", form.backward, d_ends, chained, saved)
+    handed = carries(program)
+    gradients = {k[2:]: v for k, v in program.outputs.items() if k.startswith("d:")}
+    d_ends, chained = list(handed.values()), tied(program, "cocarry")
+    free = _prologue(f"_{name}_backward_free", program, d_ends, chained, saved)
     price, kernels = staged(free, weight) if free else (0.0, [])
     saved += free.saves if free else ()
-    cuts = _cuts(form.backward, d_ends, gradients.values(), saved, chained, 1)
+    cuts = _cuts(program, d_ends, gradients.values(), saved, chained, 1)
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
-    scan = Kernel(f"_{name}_backward_scan_kernel", "scan", form.backward, True, (), tuple(handed.items()))
+    scan = Kernel(f"_{name}_backward_scan_kernel", "scan", program, True, (), tuple(handed.items()))
     scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
     kernels += scans
     have = (*saved, *_passed(scans), *cuts)
-    division, shared = shares(form.backward, gradients, have, weight, [division] if division else None)
+    division, shared = shares(program, gradients, have, weight, [division] if division else None)
     for i, (paid, share) in enumerate(shared):
         price += paid
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
@@ -321,15 +334,26 @@ def _in_blocks(p: Plan, tokens: int) -> Plan:
     """The same by map kernels that walk over the blocks of a dim, where heads twice as wide as a block find room so and
     none else, and few tiles are loaded or multiplied again. Of a narrower head one block is all: there is one walk."""
 
+    wide = functools.cache(lambda dim: weights(tokens, 2 * BLOCK, dim))
+
+    @functools.cache
     def tiles(k: Kernel) -> float:
-        return alive(k, weights(tokens, 2 * BLOCK, k.inner))
+        return alive(k, wide(k.inner))
+
+    def searched(k: Kernel) -> float:
+        return tiles(replace(k, searched=True))
 
     def walking_over(k: Kernel) -> Kernel:
         if k.kind == "scan" or k.inner or tiles(k) <= ROOM:
             return k
-        ways = (replace(k, inner=dim) for dim in k.program.dims if rounds(k.roots, k.given, dim))
-        best = min((way for way in ways if again(way) <= AGAIN), key=tiles, default=k)
-        return best if tiles(best) <= min(WALKING, tiles(k)) else k
+        most = tiles(k) if k.searched else min(WALKING, tiles(k))
+        ways = [replace(k, inner=dim) for dim in k.program.dims if rounds(k.roots, k.given, dim)]
+        ways = [way for way in ways if again(way) <= AGAIN]
+        best = min(ways, key=tiles, default=k)
+        if tiles(best) <= most:
+            return best
+        best = min(ways, key=searched, default=k)
+        return best if searched(best) <= min(most, tiles(k) / 2) else k
 
     return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))
 

@@ -68,8 +68,8 @@ def with_loads(order: Iterable[Node], operands: Operands, loaded: Callable[[Node
 
 
 def best_order(
-    nodes: list[Node],
-    kept: list[Node],
+    nodes: Sequence[Node],
+    kept: Iterable[Node],
     operands: Operands,
     weight: Weight,
     loaded: Callable[[Node], bool] = lambda n: False,
@@ -81,12 +81,22 @@ def best_order(
     ends = [i for i in given if not work.users[i]]
     orders = [given, work.greedy()]
     orders += [work.depth_first(roots, flip) for roots in (ends, ends[::-1]) for flip in (False, True)]
-    best, least = given, math.inf
-    for order in {tuple(order): order for order in orders}.values():
-        found = work.peak(order, least)
-        if found < least:
-            best, least = order, found
-    return [nodes[i] for i in best]
+    return [nodes[i] for i in work.best(orders)]
+
+
+def wider_order(
+    nodes: Sequence[Node], kept: Iterable[Node], operands: Operands, weight: Weight, loaded: Callable[[Node], bool]
+) -> list[Node]:
+    """The same of more orders, which take longer: depth first, each end once the first and once the last; and always
+    what raises the peak least."""
+    nodes = best_order(nodes, kept, operands, weight, loaded)
+    work = Work(nodes, kept, operands, weight, loaded)
+    given = list(range(len(nodes)))
+    ends = [i for i in given if not work.users[i]]
+    turned = [[end, *(i for i in ends if i != end)] for end in ends]
+    turned += [[*rest, first] for first, *rest in turned]
+    orders = [work.depth_first(roots, flip) for roots in turned for flip in (False, True)]
+    return [nodes[i] for i in work.best([given, work.frugal(), *orders])]
 
 
 class Work:
@@ -144,6 +154,15 @@ class Work:
                 live -= weights[i]
         return most
 
+    def best(self, orders: Iterable[list[int]]) -> list[int]:
+        """The first order of least peak."""
+        best, least = list[int](), math.inf
+        for order in {tuple(order): order for order in orders}.values():
+            found = self.peak(order, least)
+            if found < least:
+                best, least = order, found
+        return best
+
     def depth_first(self, roots: Sequence[int], flip: bool) -> list[int]:
         order: dict[int, None] = {}
         stack = [*reversed(roots)]
@@ -185,3 +204,35 @@ class Work:
                 if not waiting[user]:
                     heapq.heappush(ready, (cost(user), user))
         return list(order)
+
+    def frugal(self) -> list[int]:
+        """Always the ready value with which the peak so far is least; of several the one that leaves least."""
+        left = list(map(len, self.users))
+        waiting = [{a for a in mine if a < self.computed} for mine in self.used]
+        used = [Counter(mine) for mine in self.used]
+        loaded: set[int] = set()
+        ready = [i for i in range(self.computed) if not waiting[i]]
+        order: list[int] = []
+        live = most = 0.0
+
+        def after(i: int) -> tuple[float, float, int]:
+            """The peak, and what lives on."""
+            new = (a for a in used[i] if a >= self.computed and a not in loaded)
+            held = live + self.weights[i] + sum(self.weights[a] for a in new)
+            gone = sum(self.weights[a] for a, times in used[i].items() if left[a] == times and a not in self.kept)
+            gone += 0.0 if self.users[i] or i in self.kept else self.weights[i]
+            return max(most, held + self.working[i]), held - gone, i
+
+        while ready:
+            most, live, i = min(map(after, ready))
+            ready.remove(i)
+            order.append(i)
+            for a, times in used[i].items():
+                left[a] -= times
+                if a >= self.computed:
+                    loaded.add(a)
+            for user in dict.fromkeys(self.users[i]):
+                waiting[user].discard(i)
+                if not waiting[user]:
+                    ready.append(user)
+        return order

@@ -15,31 +15,50 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
-from ttmdsl.schedule import WORKING, Weight, Work, best_order, peak
+from ttmdsl.schedule import BLOCK, WORKING, Weight, Work, best_order, peak, weights, wider_order
 
 if TYPE_CHECKING:
     from ttmdsl.plan import Kernel
 
 ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
-WALKING = 12.7  # the same for a walk over the blocks of a dim, beyond which kernels of all columns are faster,
+CLOSE = 1.15 * ROOM  # a little more, which spills little
+WALKING = 12.7  # the same for a walk over the blocks of a dim, beyond which kernels of all columns are faster
 AGAIN = 2  # as they are where such a walk loads or multiplies more tiles a second time
 # what costs as much time as moving a tile in half precision between memory and chip, as measured (benchmarks/NOTES.md):
 LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
+WIDE, MOST = 0.22, 22.0  # spilling in heads of 128, of which plans do not know otherwise, and at most in a kernel;
 SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches
+SCAN = 5.0  # how much longer it all takes in a scan, whose units wait for one another;
+DOUBT = 1.1  # by how much these prices fail at least;
 APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
 def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
     """The kernels in a kernel's place, in order; before them what they cost together."""
-    order = ordered(kernel, weight)
-    whole = _cost(kernel, order, weight)
-    if peak_of_loads(order, weight, kernel.program.inner) <= ROOM:
-        return whole, [kernel]
-    ways = [_cut(kernel, _segments(order, weight, limit, kernel.program.inner)) for limit in (ROOM, 1.15 * ROOM)]
+    order, dim = ordered(kernel, weight), kernel.program.inner
+    whole = _cost(kernel, order, weight), [kernel]
+    if peak_of_loads(order, weight, dim) <= ROOM:
+        return whole
+    ways = [_cut(kernel, _segments(order, weight, limit, dim)) for limit in (ROOM, CLOSE)]
     found = [(sum(cost(part, weight) for part in parts), parts) for parts in ways]
-    return min((whole, [kernel]), *found, key=lambda way: way[0])
+    best = min(whole, *found, key=lambda way: way[0])
+    if best is whole:
+        return whole
+    kernel = replace(kernel, searched=True)
+    whole = cost(kernel, weight), [kernel]
+    return min(best, whole, key=lambda way: way[0] + crowded(way[1], weight))
+
+
+def crowded(kernels: Iterable[Kernel], weight: Weight) -> float:
+    """What it costs beside that maps spill of heads of 128, though they walk over the blocks of a dim."""
+
+    def tiles(kernel: Kernel, order: Sequence[Node]) -> float:
+        return min(peak_of_loads(order, weights(64, 2 * BLOCK, dim), dim) for dim in kernel.program.dims)
+
+    maps = (k for k in kernels if k.kind == "map" and not k.program.inner)
+    return sum(min(MOST, WIDE * spilled(tiles(k, ordered(k, weight)))) for k in maps)
 
 
 def cost(kernel: Kernel, weight: Weight) -> float:
@@ -92,10 +111,15 @@ def _totals(order: Iterable[Node], weight: Weight, dim: str) -> float:
 
 def ordered(kernel: Kernel, weight: Weight) -> list[Node]:
     """What a kernel computes, in the order of least peak."""
-    nodes = computed(kernel)
-    if kernel.kind == "scan":
-        return best_order(nodes, [v for _, v in kernel.carried], operands, weight)
-    return best_order(nodes, [], operands, weight, _outside(nodes))
+    kept = tuple(v for _, v in kernel.carried) if kernel.kind == "scan" else None
+    return _ordered(tuple(computed(kernel)), kept, kernel.searched, weight)
+
+
+@functools.lru_cache(256)
+def _ordered(nodes: tuple[Node, ...], kept: tuple[Node, ...] | None, searched: bool, weight: Weight) -> list[Node]:
+    if kept is not None:
+        return best_order(nodes, kept, operands, weight)
+    return (wider_order if searched else best_order)(nodes, (), operands, weight, _outside(nodes))
 
 
 def _outside(nodes: Iterable[Node]) -> Callable[[Node], bool]:
