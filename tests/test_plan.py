@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ir_eval import Interpreter, draw_leaf
@@ -12,7 +14,7 @@ from ttmdsl.ir import Program, is_matmul, is_product, original, reachable
 from ttmdsl.lower import Form
 from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split, steep
 from ttmdsl.schedule import FULL, weights
-from ttmdsl.staging import cost, ordered, peak_of_loads, staged
+from ttmdsl.staging import cost, ordered, peak_of_loads, spilled_at_128, staged
 from ttmdsl.write_kernel import saved_name
 
 
@@ -140,6 +142,36 @@ def test_a_kernel_of_many_tiles_is_several_that_have_more_room() -> None:
     whole = Kernel("_whole_kernel", "map", form.backward, outputs=gradients)
     assert max(map(peak_of, parts)) < peak_of(whole) / 2
     assert not any(k.exact for k in plan("chunk", forms("linear_attention", {})["chunk"]).backward)
+
+
+@every_plan
+def test_an_order_that_is_searched_longer_is_one_and_no_worse(form: Form, found: Plan) -> None:
+    weight = weights(64)
+    for kernel in (k for k in found.backward if k.kind == "map"):
+        plain, searched = (ordered(replace(kernel, searched=way), weight) for way in (False, True))
+        assert sorted(searched, key=lambda n: n.id) == sorted(plain, key=lambda n: n.id)
+        place = {n: i for i, n in enumerate(searched)}
+        assert all(place[a] < i for n, i in place.items() for a in n.args if a in place)
+        assert peak_of_loads(searched, weight) <= peak_of_loads(plain, weight)
+
+
+def test_gradients_share_a_kernel_in_an_order_that_was_searched() -> None:
+    found = plan("chunk", forms("gated_delta_net", {})["chunk"])
+    (kernel,) = (k for k in found.backward if k.outputs)
+    assert sorted(name for name, _ in kernel.outputs) == ["beta", "k", "log_alpha", "q", "v"]
+    assert kernel.searched
+    assert cost(kernel, weights(64)) < cost(replace(kernel, searched=False), weights(64))
+
+
+def test_what_wide_heads_would_spill_counts() -> None:
+    found = plan("chunk", forms("retnet", {})["chunk"])
+    parts = [k for k in found.backward if k.outputs]
+    outputs = tuple(o for k in parts for o in k.outputs)
+    whole = Kernel("_all_kernel", "map", parts[0].program, outputs=outputs, searched=True)
+    weight = weights(64)
+    assert len(parts) == 2
+    assert cost(whole, weight) < sum(cost(k, weight) for k in parts)
+    assert spilled_at_128([whole], weight) > spilled_at_128(parts, weight)
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])

@@ -50,7 +50,7 @@ from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import BLOCK, FULL, Weight, weights
-from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SCAN, WALKING, alive, cost, crowded, spilled, staged, work
+from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SCAN, WALKING, alive, cost, spilled, spilled_at_128, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
 Kind = Literal["scan", "map"]
@@ -210,7 +210,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
             # the second way keeps the first's division, which takes long to find
             price, kernels, shared = _backward(name, program, have, weight, shared)
             price = doubt * price + sum(SCAN * cost(k, FULL) for k in kernels if k.kind == "scan")
-            price += crowded(kernels, weight) + len(cuts)  # what is saved is written once, too
+            price += spilled_at_128(kernels, weight) + len(cuts)  # what is saved is written once, too
             ways.append((price, cuts, scans, kernels, shared))
     _, _, scans, backward, division = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
@@ -352,7 +352,7 @@ def _in_blocks(p: Plan, tokens: int) -> Plan:
         best = min(ways, key=tiles, default=k)
         if tiles(best) <= most:
             return best
-        best = min(ways, key=searched, default=k)
+        best = min(ways, key=searched, default=k)  # in another order, which frees half
         return best if searched(best) <= min(most, tiles(k) / 2) else k
 
     return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))

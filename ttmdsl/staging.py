@@ -27,10 +27,10 @@ AGAIN = 2  # as they are where such a walk loads or multiplies more tiles a seco
 # what costs as much time as moving a tile in half precision between memory and chip, as measured (benchmarks/NOTES.md):
 LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
-WIDE, MOST = 0.22, 22.0  # spilling in heads of 128, of which plans do not know otherwise, and at most in a kernel;
-SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches
-SCAN = 5.0  # how much longer it all takes in a scan, whose units wait for one another;
-DOUBT = 1.1  # by how much these prices fail at least;
+SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches;
+LARGE, MOST = 0.22, 22.0  # how much of it counts in heads of 128, of which plans know nothing else; most for a kernel;
+SCAN = 5.0  # how much more all of it counts in a scan, whose units wait for one another;
+DOUBT = 1.1  # by how much such a price may be wrong
 APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
@@ -46,19 +46,19 @@ def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
     best = min(whole, *found, key=lambda way: way[0])
     if best is whole:
         return whole
-    kernel = replace(kernel, searched=True)
+    kernel = replace(kernel, searched=True)  # it may have room in another order
     whole = cost(kernel, weight), [kernel]
-    return min(best, whole, key=lambda way: way[0] + crowded(way[1], weight))
+    return min(best, whole, key=lambda way: way[0] + spilled_at_128(way[1], weight))
 
 
-def crowded(kernels: Iterable[Kernel], weight: Weight) -> float:
+def spilled_at_128(kernels: Iterable[Kernel], weight: Weight) -> float:
     """What it costs beside that maps spill of heads of 128, though they walk over the blocks of a dim."""
 
     def tiles(kernel: Kernel, order: Sequence[Node]) -> float:
         return min(peak_of_loads(order, weights(64, 2 * BLOCK, dim), dim) for dim in kernel.program.dims)
 
     maps = (k for k in kernels if k.kind == "map" and not k.program.inner)
-    return sum(min(MOST, WIDE * spilled(tiles(k, ordered(k, weight)))) for k in maps)
+    return sum(min(MOST, LARGE * spilled(tiles(k, ordered(k, weight)))) for k in maps)
 
 
 def cost(kernel: Kernel, weight: Weight) -> float:
@@ -112,7 +112,7 @@ def _totals(order: Iterable[Node], weight: Weight, dim: str) -> float:
 def ordered(kernel: Kernel, weight: Weight) -> list[Node]:
     """What a kernel computes, in the order of least peak."""
     kept = tuple(v for _, v in kernel.carried) if kernel.kind == "scan" else None
-    return _ordered(tuple(computed(kernel)), kept, kernel.searched, weight)
+    return [*_ordered(tuple(computed(kernel)), kept, kernel.searched, weight)]
 
 
 @functools.lru_cache(256)
