@@ -149,15 +149,20 @@ class Plan:
         return self.forward + self.backward + (self.parts.kernels() if self.parts else ())
 
     def rounded(self) -> frozenset[Node]:
-        """States at the units' ends that matrix products alone take, which round them anyway: wherever they are loaded,
-        they may be in the inputs' dtype."""
+        """States at the units' ends that may be in the inputs' dtype wherever they are loaded: matrix products alone
+        take them, which round them anyway, or gradients of decays, sums of a state's elements times its cotangent's,
+        unless little but rounding would be left of these."""
         loaded: set[Node] = set()
         exact: set[Node] = set()
+        fragile = perpendicular(self.forward[0].program)
         for k in self.kernels():
+            states = k.states()
             rounding = {n for n in k.nodes if is_matmul(n) and n not in k.wide}
+            if not fragile:
+                rounding |= {n for n in k.nodes if n.op == "contract" and states.issuperset(map(original, n.args))}
             others = [n for n in k.nodes if n not in k.given and n not in rounding and n.op != "rename"]
-            loaded |= k.states()
-            exact |= k.states() & {original(a) for a in (*k.roots, *(a for n in others for a in n.args))}
+            loaded |= states
+            exact |= states & {original(a) for a in (*k.roots, *(a for n in others for a in n.args))}
         return frozenset(loaded - exact)
 
 
@@ -296,6 +301,18 @@ def steep(program: Program) -> bool:
     chained = tied(program, "carry")
     nodes = reachable(carries(program).values())
     return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
+
+
+def perpendicular(program: Program) -> bool:
+    """Whether what is read of a carry is divided by its length, or the like. Lengths change nothing then: the state is
+    at right angles to its cotangent, and of the sum of their elements' products little but rounding is left."""
+    chained = tied(program, "carry")
+    return any(singular(n) and n in chained and not _of_softmax(n) for n in program.nodes)
+
+
+def _of_softmax(node: Node) -> bool:
+    """Whether this is one over a sum of exponentials, which knows no lengths."""
+    return node.op == "recip" and node.args[0].op == "sum" and node.args[0].args[0].op == "exp2"
 
 
 def walks_at(kinds: Iterable[Kind]) -> slice:
@@ -474,11 +491,12 @@ def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
 
 
 def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kernel]:
-    """The scan; or, where it has no room and several cost less, one for each of some groups of its carries."""
+    """The scan; or, where it has no room and several cost less, one for each of some groups of its carries; where a grid
+    can split a dim of each of several, but none of their scan together, always those."""
     whole = _placed(whole, saved)
     groups = chains(whole.program, whole.role)
     tiles = functools.cache(lambda scan: alive(scan, FULL))
-    if len(groups) == 1 or tiles(whole) <= ROOM:
+    if len(groups) == 1:
         return [whole]
 
     def several(groups: Sequence[tuple[str, ...]]) -> list[Kernel]:
@@ -488,6 +506,10 @@ def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kerne
         return _walked(whole, saved, found, weight) if len(found) > 1 else [whole]
 
     least = several(groups)
+    if not whole.blocked and all(k.blocked for k in least if k.kind == "scan"):
+        return least
+    if tiles(whole) <= ROOM:
+        return [whole]
     beside = {name: (k.name, tiles(k) - held(k)) for k in least for name, _ in k.carried}
 
     def price(kernels: Iterable[Kernel]) -> float:
