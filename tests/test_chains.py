@@ -103,7 +103,7 @@ def walked_apart(kernels: tuple[Kernel, ...]) -> list[set[str]]:
     ("name", "consts", "forward", "backward"),
     [
         ("trellis", {"b": 64}, [{"K", "K_point"}, {"V", "V_point"}], [{"K"}, {"V"}]),
-        ("gsa", {}, [{"K"}, {"V"}], [{"K", "V"}]),  # its backward scan has room for both
+        ("gsa", {}, [{"K"}, {"V"}], [{"V"}, {"K"}]),  # of heads of 128 there is room for one
         ("abc", {}, [{"K", "V"}], [{"K", "V"}]),
         ("slots", {}, [{"K", "L"}, {"V"}], None),
         ("taught", {}, [{"K", "K_point"}, {"V", "V_point"}], [{"V"}, {"K"}]),

@@ -94,15 +94,33 @@ def test_the_fastest_right_configuration_is_chosen(tmp_path: Path) -> None:
     assert all(trial.forced.get("scan") != faster for trial in fake.timed)
 
 
-def test_the_tokens_of_a_unit_come_first(tmp_path: Path) -> None:
+def test_units_of_another_length_are_tuned_where_they_are_faster(tmp_path: Path) -> None:
     fake = FakeLab({"chunk": FORM})
     fake.faster = quick("chunk", 10, chunk=32)
-    table, _ = tuned(fake, tmp_path / "sm_90.json")
+    table, said = tuned(fake, tmp_path / "sm_90.json")
     assert [e.config for e in table.chunks] == [{"chunk": 32}]
-    assert all(e.tiles[0] == 32 for e in table.kernels)  # tuned in units of that length
-    kernels = [trial for trial in fake.timed if "map" in trial.forced]
-    assert kernels
-    assert all(trial.forced["chunk"] == {"chunk": 32} for trial in kernels)
+    assert sorted(e.tiles[0] for e in table.kernels) == [32, 32, 64, 64]
+    assert [line.split()[2] for line in said] == ["scan:", "map:", "chunk:", "map:", "scan:"]
+    assert all(trial.forced["chunk"] == {"chunk": 32} for trial in fake.timed[-4:])
+
+
+def test_units_of_another_length_have_to_beat_kernels_as_tuned(tmp_path: Path) -> None:
+    fake = FakeLab({"chunk": FORM})
+    fast = {"num_warps": 8, "num_stages": 2, "block": 64}
+    fake.faster = quick("scan", 40, **fast) | quick("chunk", 60, chunk=32)  # by the rules 100 in units of 64
+    table, _ = tuned(fake, tmp_path / "sm_90.json")
+    assert [(e.config, e.us) for e in table.chunks] == [({"chunk": 64}, 91)]
+    assert {e.tiles[0] for e in table.kernels} == {64}
+
+
+def test_kernels_that_fail_together_are_said_to(tmp_path: Path) -> None:
+    class Quarrelling(FakeLab):
+        def check(self, trials: Sequence[Trial]) -> list[str]:
+            return ["check: y 1.0e+00" if len(trial.forced) > 1 else "" for trial in trials]
+
+    table, said = tuned(Quarrelling({"chunk": FORM}), tmp_path / "sm_90.json")
+    assert not table.chunks
+    assert said[-1].endswith("its kernels as tuned, together: check: y 1.0e+00")
 
 
 def test_a_table_is_extended(tmp_path: Path) -> None:

@@ -491,8 +491,8 @@ def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
 
 
 def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kernel]:
-    """The scan; or, where it has no room and several cost less, one for each of some groups of its carries; where a grid
-    can split a dim of each of several, but none of their scan together, always those."""
+    """The scan; or, where it has no room and several cost less, one for each of some groups of its carries. Where eight
+    warps have no room for it in heads of 128, it is several if grids can split a dim of each, but none of all."""
     whole = _placed(whole, saved)
     groups = chains(whole.program, whole.role)
     tiles = functools.cache(lambda scan: alive(scan, FULL))
@@ -506,7 +506,8 @@ def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kerne
         return _walked(whole, saved, found, weight) if len(found) > 1 else [whole]
 
     least = several(groups)
-    if not whole.blocked and all(k.blocked for k in least if k.kind == "scan"):
+    splitting = not whole.blocked and all(k.blocked for k in least if k.kind == "scan")
+    if splitting and alive(whole, weights(64, 2 * BLOCK)) > 2 * ROOM:
         return least
     if tiles(whole) <= ROOM:
         return [whole]

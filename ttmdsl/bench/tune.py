@@ -2,15 +2,16 @@
 
 Input: `Case`s, and a `Lab` that knows this GPU. Output: a `Table`, written to its file whenever something was found.
 A configuration is timed only after outputs and all gradients agreed with float64 under it; one that is wrong, or fails,
-is recorded as excluded. The tokens of a unit come first, where the layer leaves them free; then every kernel that takes
-time, the longest first, the others launched by the rules. Touches no GPU itself: lab.py does.
+is recorded as excluded. Every kernel that takes time comes by itself, the longest first, the others launched by the
+rules. Then other lengths of a unit, where the layer leaves them free: one that is faster by the rules than the kernels
+just tuned is taken, and its kernels are tuned, too. Touches no GPU itself: lab.py does.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -110,20 +111,31 @@ def _tuned(
     wrong = lab.check([plain])[0]
     if wrong:
         raise RuntimeError(f"by the rules: {wrong}")
-    base = lab.times(plain)
+    tuned = yield from _kernels(plain, target, settings, lab, late)
     for name, entry in lab.facts(plain).forms.items():
-        chosen, excluded = _best(plain, name, entry, [{"chunk": n} for n in (32, 64, 128)], lab, settings)
+        wrong = lab.check([tuned])[0]
+        if wrong:
+            raise RuntimeError(f"its kernels as tuned, together: {wrong}")
+        chosen, excluded = _best(tuned, name, entry, [{"chunk": n} for n in (32, 64, 128)], lab, settings, plain)
         yield f"{name}: {_line(chosen)}", Table(target, chunks=[chosen], excluded=excluded)
         if chosen.config != entry.config:
-            plain = Trial(case, {**plain.forced, name: chosen.config})
-            base = lab.times(plain)
-    kernels = lab.facts(plain).kernels
+            tuned = yield from _kernels(Trial(case, {name: chosen.config}), target, settings, lab, late)
+
+
+def _kernels(
+    plain: Trial, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
+) -> Generator[tuple[str, Table], None, Trial]:
+    """What was found out about each kernel of a trial; returns the trial with all of them as they are fastest."""
+    base, kernels = lab.times(plain), lab.facts(plain).kernels
+    found: dict[str, Config] = {}
     for name in sorted(kernels, key=lambda name: -base.get(name, 0.0)):
         if late():
             raise RuntimeError("no time left")
         if base.get(name, 0.0) > settings.negligible * sum(base.values()):
-            chosen, excluded = _best(plain, name, kernels[name], candidates(kernels[name]), lab, settings)
+            chosen, excluded = _best(plain, name, kernels[name], candidates(kernels[name]), lab, settings, plain)
+            found[name] = chosen.config
             yield f"{name}: {_line(chosen)}", Table(target, kernels=[chosen], excluded=excluded)
+    return Trial(plain.case, {**plain.forced, **found})
 
 
 def candidates(entry: Entry) -> list[Config]:
@@ -138,11 +150,12 @@ def candidates(entry: Entry) -> list[Config]:
 
 
 def _best(
-    plain: Trial, name: str, entry: Entry, configs: Sequence[Config], lab: Lab, settings: Settings
+    usual: Trial, name: str, entry: Entry, configs: Sequence[Config], lab: Lab, settings: Settings, plain: Trial
 ) -> tuple[Entry, list[Entry]]:
-    """The fastest of the configurations that are right, and those that are not."""
+    """The fastest of the configurations that are right, each in the plain trial, and those that are not; the entry's
+    own in the usual one."""
     trials = [Trial(plain.case, {**plain.forced, name: config}) for config in configs if config != entry.config]
-    default = _microseconds(lab.times(plain), name)
+    default = _microseconds(lab.times(usual), name)
     best, excluded = replace(entry, us=default, default_us=default), []
     for trial, why in zip(trials, lab.check(trials), strict=True):
         config = dict(trial.forced[name])
