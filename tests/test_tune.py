@@ -116,6 +116,7 @@ def test_units_of_another_length_have_to_beat_kernels_as_tuned(tmp_path: Path) -
 def test_kernels_that_fail_together_are_said_to(tmp_path: Path) -> None:
     class Quarrelling(FakeLab):
         def check(self, trials: Sequence[Trial]) -> list[str]:
+            super().check(trials)
             return ["check: y 1.0e+00" if len(trial.forced) > 1 else "" for trial in trials]
 
     table, said = tuned(Quarrelling({"chunk": FORM}), tmp_path / "sm_90.json")
