@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -266,7 +266,7 @@ def _backward(
     scan = Kernel(f"_{name}_backward_scan_kernel", "scan", program, True, (), tuple(handed.items()))
     scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
     kernels += scans
-    have = (*saved, *_passed(scans), *cuts)
+    have = tuple(n for n in (*saved, *_passed(scans), *cuts) if not scaled(n))  # gradients of decays take these exactly
     division, shared = shares(program, gradients, have, weight, [division] if division else None)
     for i, (paid, share) in enumerate(shared):
         price += paid
@@ -468,16 +468,42 @@ def _prologue(
     border = {a: _sources(a, given) for n in chain for a in n.args if a not in chained and a.axes}
     sources = {n: found for n, found in border.items() if len(n.axes) == 2}
     uses = Counter(s for found in sources.values() for s in found)
-    saves: dict[Node, None] = {}
+    # as large as a state: moving it takes longer than computing it
+    large = {n: found[0] for n, found in sources.items() if len(found) == 1 and _outgrows(found[0], given)}
+    taken = [(a, n) for n in (*chain, *large.values()) for a in n.args if a not in chained]
+    exact = {a for a, n in taken if not is_matmul(n)}
+    saves = dict.fromkeys(a for a, _ in taken if scaled(a, given) and (a not in exact or len(a.axes) == 1))
     for n, found in sources.items():
-        if len(found) == 1 and not any(x in TOKEN_AXES for x in found[0].axes) and _of_inputs(found[0], given):
-            continue  # as large as a state: moving it takes longer than computing it
+        if n in large or n in saves:
+            continue
         # the products that a value needs are saved, unless it alone needs several of them
         alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
         saves.update(dict.fromkeys([n] if alone else found))
     # a vector takes no room: it is saved where products are needed for it alone
     saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
     return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
+
+
+def scaled(node: Node, given: Container[Node] = ()) -> bool:
+    """Whether a value follows by work on single elements from decays per channel, summed up over the tokens so far; or
+    is a vector that follows from their sums over all tokens of a unit, by way of no product."""
+
+    def running(n: Node) -> bool:
+        return n.op == "cumsum" and not set(n.axes) <= set(TOKEN_AXES)
+
+    def of_tokens(n: Node) -> bool:
+        return len(n.axes) == 2 and n.axes[0] in TOKEN_AXES
+
+    dear = nearest(node, lambda n: running(n) or n.op in DEAR or is_product(n), given.__contains__)
+    if len(node.axes) == 2:
+        return any(map(running, dear))
+    of_channels = len(node.axes) == 1 and node.axes[0] not in TOKEN_AXES
+    return of_channels and not dear and any(map(of_tokens, nearest(node, of_tokens, given.__contains__)))
+
+
+def _outgrows(node: Node, given: tuple[Node, ...]) -> bool:
+    """Whether a value is a product of inputs that is as large as a state."""
+    return not any(x in TOKEN_AXES for x in node.axes) and _of_inputs(node, given)
 
 
 def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
