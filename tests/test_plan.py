@@ -12,7 +12,7 @@ from test_differentiate import LAYERS, SIZES, forms
 from ttmdsl.builder import Builder
 from ttmdsl.ir import Program, is_matmul, is_product, original, reachable
 from ttmdsl.lower import Form
-from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, split, steep
+from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, scaled, split, steep
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, spilled_at_128, staged
 from ttmdsl.write_kernel import saved_name
@@ -206,6 +206,27 @@ STATE = {("carry", "S"), ("cocarry", "S")}
 def test_states_that_lose_nothing_are_rounded(name: str, consts: dict[str, float], expected: set[object]) -> None:
     found = plan("chunk", forms(name, consts)["chunk"]).rounded()
     assert {(n.role, n.name) for n in found} == expected
+
+
+@every_plan
+def test_nothing_is_saved_twice(form: Form, found: Plan) -> None:
+    saves = [n for kernel in (*found.forward, *found.backward) for n in kernel.saves]
+    assert len(set(saves)) == len(saves)
+
+
+@pytest.mark.parametrize("name", ["gla", "gsa", "dplr", "rwkv7"])
+def test_decays_per_channel_are_summed_up_ahead_of_the_scan_that_products_take_them_in(name: str) -> None:
+    found = plan("chunk", forms(name, {})["chunk"])
+    ahead = {n for kernel in found.forward if kernel.kind == "map" for n in kernel.saves if scaled(n)}
+    taken = {n for kernel in found.kernels() if kernel.kind == "scan" for n in kernel.given}
+    assert {len(n.axes) for n in ahead & taken} == {1, 2}  # tokens' keys or queries, and the decays of a whole unit
+    for kernel in found.kernels():
+        if kernel.kind == "scan":
+            loaded = {n.name for n in kernel.leaves() if n.role == "token"}
+            assert not loaded & {"log_alpha"} or any(n.op == "cumsum" for n in kernel.nodes)
+            assert all(is_matmul(n) for n in kernel.nodes if n not in kernel.given and ahead & {*n.args} and len(n.axes) == 2)
+        else:  # gradients of decays take what has not been rounded
+            assert not ahead & {*kernel.given} or kernel in found.forward
 
 
 @every_plan

@@ -485,8 +485,8 @@ def _prologue(
 
 
 def scaled(node: Node, given: Container[Node] = ()) -> bool:
-    """Whether a value follows by work on single elements from decays per channel, summed up over the tokens so far; or
-    is a vector that follows from their sums over all tokens of a unit, by way of no product."""
+    """Whether a value follows by work on single elements, and by way of no product, from decays per channel: summed up
+    over the tokens so far; or is a vector, and they are summed up over all tokens of a unit."""
 
     def running(n: Node) -> bool:
         return n.op == "cumsum" and not set(n.axes) <= set(TOKEN_AXES)
@@ -496,7 +496,7 @@ def scaled(node: Node, given: Container[Node] = ()) -> bool:
 
     dear = nearest(node, lambda n: running(n) or n.op in DEAR or is_product(n), given.__contains__)
     if len(node.axes) == 2:
-        return any(map(running, dear))
+        return bool(dear) and all(map(running, dear))
     of_channels = len(node.axes) == 1 and node.axes[0] not in TOKEN_AXES
     return of_channels and not dear and any(map(of_tokens, nearest(node, of_tokens, given.__contains__)))
 
