@@ -292,12 +292,15 @@ def test_a_pass_without_gradient_is_the_same(
     assert interpreter.submit(unrecorded, specs[name], consts, dtype).result()
 
 
-def test_several_scans_walk_in_parts(specs: dict[str, str], interpreter: ProcessPoolExecutor) -> None:
-    _, found = planned(specs["slots"], {})
+@pytest.mark.parametrize(("name", "back"), [("slots", 1), ("gsa", 2)])
+def test_several_scans_walk_in_parts(
+    specs: dict[str, str], name: str, back: int, interpreter: ProcessPoolExecutor
+) -> None:
+    _, found = planned(specs.get(name, name), {})
     assert found.parts
-    assert len(scans(found.forward)) > 1
-    assert len(scans(found.backward)) > 1
-    parts, errors = interpreter.submit(parted, specs["slots"], (64 * 3 + 1, 64 * 4), True).result()
+    assert len(scans(found.forward)) == 2
+    assert len(scans(found.backward)) == back
+    parts, errors = interpreter.submit(parted, specs.get(name, name), (64 * 3 + 1, 64 * 4), True).result()
     assert max(parts) >= 3
     assert {k: e for k, e in errors.items() if not e < 1e-5} == {}
 
