@@ -102,6 +102,7 @@ def test_a_block_of_the_free_axis_is_a_slice_of_the_whole(form: Form, found: Pla
         known = leaves | {n: whole(n) for n in kernel.given}
         cut = {n: x.narrow(n.axes.index(dim), 0, 1) if dim in n.axes else x for n, x in known.items()}
         block = Interpreter(cut, {**SIZES, dim: 1})
+        block.known |= {n: cut[n] for n in kernel.given}
         for root in kernel.roots:
             assert dim in root.axes
             expected = whole(root).narrow(root.axes.index(dim), 0, 1)
