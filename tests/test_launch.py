@@ -177,6 +177,24 @@ def many_heads_of_small_states_are_stepped_by_a_warp_each() -> None:
     assert warps("gated_delta_net", 1024, "_token_backward_kernel") > 1
 
 
+def maps_of_tokens_alone_keep_four_warps_in_heads_of_128() -> None:
+    module = ttmdsl.load("gsa")
+    maps = {kernel: (way, alive) for kernel, (way, alive, *_) in module._KERNELS.items() if way.startswith("map")}
+
+    def warps(kernel: str, size: int) -> object:
+        tiles = {f"{letter}_{d}": size for d in ("d_k", "d_v", "m") for letter in "NP"}
+        return module._options(kernel, tiles, 64, 128)["num_warps"]
+
+    for kernel, (way, alive) in maps.items():
+        if alive <= module._ROOM["map"]:
+            states = any(value.endswith("_units_ptr") for value in module.KERNEL_POINTERS[kernel])
+            assert (way == "map") >= states
+            assert warps(kernel, 64) == 4
+            assert warps(kernel, 128) == (8 if way == "map" and alive > 4.8 else 4)
+            assert warps(kernel, 256) == 8 or alive < 4.8
+    assert {way for way, _ in maps.values()} == {"map", "map of tokens"}
+
+
 def tangents_are_not_dropped() -> None:
     module = ttmdsl.load("delta_net")
     x = {key: t.float() for key, t in draw(module, Shape("", tokens=70, dims=(16,), state=False)).x.items()}
@@ -197,6 +215,7 @@ def tangents_are_not_dropped() -> None:
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,
         many_heads_of_small_states_are_stepped_by_a_warp_each,
+        maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         tangents_are_not_dropped,
     ],
     ids=lambda case: case.__name__,

@@ -67,7 +67,7 @@ class Ahead:
 
 @dataclass
 class KernelText:
-    """What a kernel template needs; lists are lines of code."""
+    """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state."""
 
     name: str
     doc: str
@@ -79,6 +79,7 @@ class KernelText:
     inner: str = ""
     held: list[str] = field(default_factory=list)
     reverse: bool = False
+    of_tokens: bool = False
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
@@ -92,8 +93,8 @@ class KernelText:
 
     @property
     def way(self) -> str:
-        """How the kernel runs: a map, a scan, or a scan in reverse."""
-        return "reverse" if self.reverse else self.kind
+        """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse."""
+        return "map of tokens" if self.of_tokens else "reverse" if self.reverse else self.kind
 
     def pointer(self, name: str, value: str, dtype: str) -> str:
         """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""
@@ -442,6 +443,8 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
     text.body += writer.computed(kernel)
     text.alive = round(printer.alive, 1)
+    passing = [n for n in (*leaves, *kernel.given, *kernel.saves) if len(n.axes) > 1]
+    text.of_tokens = all(any(x in TOKEN_AXES for x in n.axes) for n in passing)
     return text
 
 
