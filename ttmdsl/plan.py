@@ -3,14 +3,15 @@
 Input: a `Form`. Output: `Plan`, a list of kernels for the forward and one for the backward pass. A kernel is a slice
 of a program: some of its outputs, and all they need, down to what an earlier kernel has saved.
 
-- Forward is one scan. What is free of the carry and dear (a triangular inverse, products under decays per channel), or
-  weights of tokens that take several products, is computed for all chunks at once before it, and saved for the backward
-  pass.
+- Forward is one scan. What is free of the carry and dear (a triangular inverse, products under decays per channel, tokens
+  scaled by these), or weights of tokens that take several products, is computed for all chunks at once before it, and
+  saved for the backward pass.
 - Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
   at once and share the gradients of the inputs among them.
 - Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py).
 - Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
-  after the other, if these cost less: what a later one takes of an earlier one passes through memory (chains.py).
+  after the other, if these cost less, or if grids can split these alone: what a later one takes of an earlier one
+  passes through memory (chains.py).
 - Where the carries are linear, and too few sequences would fill a GPU, each is walked in parts, side by side: first for
   the states at the parts' starts (`Parts`), then as above.
 - Kernels walk over the blocks of a dim that memories alone have (rounds.py). Their states pass through memory from unit
