@@ -116,7 +116,8 @@ def _tuned(
         wrong = lab.check([tuned])[0]
         if wrong:
             raise RuntimeError(f"its kernels as tuned, together: {wrong}")
-        chosen, excluded = _best(tuned, name, entry, [{"chunk": n} for n in (32, 64, 128)], lab, settings, plain)
+        default = _microseconds(lab.times(tuned), name)
+        chosen, excluded = _best(plain, name, entry, default, [{"chunk": n} for n in (32, 64, 128)], lab, settings)
         yield f"{name}: {_line(chosen)}", Table(target, chunks=[chosen], excluded=excluded)
         if chosen.config != entry.config:
             tuned = yield from _kernels(Trial(case, {name: chosen.config}), target, settings, lab, late)
@@ -132,7 +133,8 @@ def _kernels(
         if late():
             raise RuntimeError("no time left")
         if base.get(name, 0.0) > settings.negligible * sum(base.values()):
-            chosen, excluded = _best(plain, name, kernels[name], candidates(kernels[name]), lab, settings, plain)
+            default, configs = _microseconds(lab.times(plain), name), candidates(kernels[name])
+            chosen, excluded = _best(plain, name, kernels[name], default, configs, lab, settings)
             found[name] = chosen.config
             yield f"{name}: {_line(chosen)}", Table(target, kernels=[chosen], excluded=excluded)
     return Trial(plain.case, {**plain.forced, **found})
@@ -150,12 +152,11 @@ def candidates(entry: Entry) -> list[Config]:
 
 
 def _best(
-    usual: Trial, name: str, entry: Entry, configs: Sequence[Config], lab: Lab, settings: Settings, plain: Trial
+    plain: Trial, name: str, entry: Entry, default: float, configs: Sequence[Config], lab: Lab, settings: Settings
 ) -> tuple[Entry, list[Entry]]:
-    """The fastest of the configurations that are right, each in the plain trial, and those that are not; the entry's
-    own in the usual one."""
+    """The fastest of the configurations that are right, and those that are not. `default`: microseconds of the entry's
+    own."""
     trials = [Trial(plain.case, {**plain.forced, name: config}) for config in configs if config != entry.config]
-    default = _microseconds(lab.times(usual), name)
     best, excluded = replace(entry, us=default, default_us=default), []
     for trial, why in zip(trials, lab.check(trials), strict=True):
         config = dict(trial.forced[name])
