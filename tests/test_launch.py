@@ -185,13 +185,14 @@ def maps_of_tokens_alone_keep_four_warps_in_heads_of_128() -> None:
         tiles = {f"{letter}_{d}": size for d in ("d_k", "d_v", "m") for letter in "NP"}
         return module._options(kernel, tiles, 64, 128)["num_warps"]
 
+    most = module._ROOM["map"]
     for kernel, (way, alive) in maps.items():
-        if alive <= module._ROOM["map"]:
+        if alive <= most:
             states = any(value.endswith("_units_ptr") for value in module.KERNEL_POINTERS[kernel])
             assert (way == "map") >= states
             assert warps(kernel, 64) == 4
-            assert warps(kernel, 128) == (8 if way == "map" and alive > 4.8 else 4)
-            assert warps(kernel, 256) == 8 or alive < 4.8
+            assert warps(kernel, 128) == (8 if way == "map" and alive > most / 2 else 4)
+            assert warps(kernel, 256) == 8 or alive < most / 2
     assert {way for way, _ in maps.values()} == {"map", "map of tokens"}
 
 
