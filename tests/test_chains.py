@@ -16,9 +16,10 @@ from ttmdsl.builder import Builder
 from ttmdsl.chains import chains, smallest_crossing, walks
 from ttmdsl.drawing import Shape, draw
 from ttmdsl.ir import TOKEN_AXES, Node, Program, is_product, reachable
+from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.parity import parity
-from ttmdsl.plan import Kernel, Plan, plan, walking
+from ttmdsl.plan import Plan, plan, walking
 from ttmdsl.schedule import FULL
 from ttmdsl.staging import ROOM, alive
 

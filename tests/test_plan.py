@@ -9,10 +9,12 @@ import torch
 from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
+from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
 from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable
+from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
-from ttmdsl.plan import Kernel, Plan, carries, free_axis, plan, scaled, split, steep
+from ttmdsl.plan import Plan, carries, free_axis, plan, split, steep
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, spilled_at_128, staged
 from ttmdsl.write_kernel import saved_name

@@ -14,8 +14,9 @@ import ttmdsl
 from ttmdsl.builder import Builder
 from ttmdsl.drawing import Shape, draw
 from ttmdsl.ir import Node, reachable
+from ttmdsl.kernels import Kernel
 from ttmdsl.parity import parity
-from ttmdsl.plan import Kernel, Plan, again, plan
+from ttmdsl.plan import Plan, again, plan
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import weights
 from ttmdsl.staging import AGAIN, ROOM, WALKING, alive

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, Role, depends_on, is_matmul, reachable
+from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, Role, depends_on, is_large, is_matmul, reachable
 from ttmdsl.schedule import Weight
 
 # what passing on a tile in half precision counts; what it counts that something dear is computed in a walk, and not for
@@ -111,7 +111,7 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
                 join((x, _SHORT if _rounds(n) else _FULL), (n, _MADE), _NEVER)
         if n.op != "rename":
             price = max(1, int(weight(n) * _UNIT)) + _AHEAD * (n in dear)
-            moved = n in foreign and not _is_large(n) and n.op not in ("leaf", "expand")
+            moved = n in foreign and not is_large(n) and n.op not in ("leaf", "expand")
             join((n, _MADE), (n, _FULL), 2 * price if moved else _STATE if n.op == "leaf" else _NEVER)
             join((n, _FULL), (n, _SHORT), price if moved and len(n.axes) == 2 else _NEVER)
     for n in carries:
@@ -162,11 +162,6 @@ def _leading_to(end: _Place, left: _Network) -> set[_Place]:
         found.update(new)
         queue += new
     return found
-
-
-def _is_large(node: Node) -> bool:
-    """Whether a value is as large as a state, or larger."""
-    return len(node.axes) > 2 or (len(node.axes) == 2 and node.axes[0] not in TOKEN_AXES)
 
 
 def _rounds(node: Node) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.ir import DECAYED, Axes
+from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Division, Kernel, Plan, carries, plan, walks_at
+from ttmdsl.plan import Division, Plan, carries, plan, walks_at
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render

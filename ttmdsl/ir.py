@@ -138,6 +138,11 @@ def factors(node: Node) -> list[Node]:
     return [node]
 
 
+def is_large(node: Node) -> bool:
+    """Whether a value is as large as a state, or larger."""
+    return len(node.axes) > 2 or (len(node.axes) == 2 and node.axes[0] not in TOKEN_AXES)
+
+
 def is_product(node: Node) -> bool:
     """Whether a value is a product of two tiles."""
     return node.op == "contract" and len(node.axes) == 2

@@ -28,10 +28,10 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from ttmdsl.ahead import needs_dear, prologue, scaled, weighs, worth_saving
 from ttmdsl.associate import associated
 from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.ir import (
@@ -39,89 +39,21 @@ from ttmdsl.ir import (
     TOKEN_AXES,
     Node,
     Program,
-    Role,
     depends_on,
     is_matmul,
     is_product,
-    nearest,
     original,
     reachable,
 )
+from ttmdsl.kernels import Kernel, Kind
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import BLOCK, FULL, Weight, weights
+from ttmdsl.schedule import BLOCK, FULL, WIDE, Weight, weights
 from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SCAN, WALKING, alive, cost, spilled, spilled_at_128, staged, work
 from ttmdsl.transfer import Transfer, transfers
 
-Kind = Literal["scan", "map"]
 Division = Sequence[Sequence[str]]
-MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """One kernel: a slice of a program.
-
-    scan: one program for every sequence and head walks over the units and carries `carried` (leaf name to node at the
-    unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
-    and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
-    What a scan saves or keeps it stores where a backward pass may follow, but what is `across`, for a later kernel of
-    the forward pass, always.
-    `blocked` is a dim that the grid may split, or ""; `inner` one over whose blocks the kernel walks (rounds.py).
-    `exact` values pass between kernels in float32; others that have a value for every token in the inputs' dtype.
-    `wide` products have twice its digits. `handed` values follow from the carries alone: found before a walk, and by
-    each unit for the next. `searched`: the order of its values is looked for longer than others.
-    """
-
-    name: str
-    kind: Kind
-    program: Program
-    reverse: bool = False
-    outputs: tuple[tuple[str, Node], ...] = ()
-    carried: tuple[tuple[str, Node], ...] = ()
-    keeps: tuple[str, ...] = ()
-    saves: tuple[Node, ...] = ()
-    across: frozenset[Node] = frozenset()
-    given: tuple[Node, ...] = ()
-    blocked: str = ""
-    inner: str = ""
-    exact: frozenset[Node] = frozenset()
-    wide: frozenset[Node] = frozenset()
-    handed: tuple[tuple[Node, Node], ...] = ()
-    searched: bool = False
-
-    @property
-    def roots(self) -> list[Node]:
-        values = [*self.outputs, *(("", n) for n in self.saves), *self.carried]
-        return [*(v for _, v in values), *(end for _, end in self.handed)]
-
-    @property
-    def role(self) -> Role:
-        """What a scan walks with."""
-        return "cocarry" if self.reverse else "carry"
-
-    @functools.cached_property
-    def nodes(self) -> list[Node]:
-        """What this kernel computes or loads, operands first; saved values are loaded."""
-        return reachable(self.roots, set(self.given))
-
-    def leaves(self) -> list[Node]:
-        """Leaves that this slice needs."""
-        return [n for n in self.nodes if n.op == "leaf"]
-
-    def walked(self) -> set[Node]:
-        """Leaves that a scan walks with."""
-        return {n for n in self.leaves() if self.kind == "scan" and n.role == self.role}
-
-    def states(self) -> set[Node]:
-        """Leaves that hold states at a unit's ends and that this kernel loads: all but those that it walks with."""
-        return {n for n in self.leaves() if n.role in ("carry", "cocarry")} - self.walked()
-
-    def giving(self, saved: tuple[Node, ...]) -> Kernel:
-        """The kernel with those saved values that it needs."""
-        needed = set(reachable(self.roots, set(saved)))
-        return replace(self, given=tuple(n for n in saved if n in needed and n not in self.saves))
 
 
 @dataclass(frozen=True)
@@ -201,15 +133,15 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     read_later = [*y.values()] if apart else []
 
     chained = tied(form.forward, "carry")
-    before = _prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
-    if before and not (_dear(ends, chained, ()) or _weighs(before)):
+    before = prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
+    if before and not (needs_dear(ends, chained, ()) or weighs(before)):
         before = None
     saved = before.saves if before else ()
     passed = _passed(_scans(scan, saved, weight))
     ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
     for program, doubt in _backward_programs(form):
         shared, later = division, [*program.outputs.values(), *read_later]
-        saving = (_cuts(form.forward, ends, later, (*saved, *passed), chained, least) for least in (1, 2))
+        saving = (worth_saving(form.forward, ends, later, (*saved, *passed), chained, least) for least in (1, 2))
         for cuts in dict.fromkeys(saving):
             scans = _scans(replace(scan, saves=cuts), saved, weight)
             have = (*saved, *_passed(scans), *cuts)
@@ -259,15 +191,16 @@ def _backward(
     handed = carries(program)
     gradients = {k[2:]: v for k, v in program.outputs.items() if k.startswith("d:")}
     d_ends, chained = list(handed.values()), tied(program, "cocarry")
-    free = _prologue(f"_{name}_backward_free", program, d_ends, chained, saved)
+    free = prologue(f"_{name}_backward_free", program, d_ends, chained, saved)
     price, kernels = staged(free, weight) if free else (0.0, [])
     saved += free.saves if free else ()
-    cuts = _cuts(program, d_ends, gradients.values(), saved, chained, 1)
+    cuts = worth_saving(program, d_ends, gradients.values(), saved, chained, 1)
     used = {n.name for n in reachable(gradients.values(), {*saved, *cuts}) if n.role == "cocarry"}
     scan = Kernel(f"_{name}_backward_scan_kernel", "scan", program, True, (), tuple(handed.items()))
     scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
     kernels += scans
-    have = tuple(n for n in (*saved, *_passed(scans), *cuts) if not scaled(n))  # gradients of decays take these exactly
+    # gradients of decays take what is scaled exactly
+    have = tuple(n for n in (*saved, *_passed(scans), *cuts) if not scaled(n))
     division, shared = shares(program, gradients, have, weight, [division] if division else None)
     for i, (paid, share) in enumerate(shared):
         price += paid
@@ -392,138 +325,14 @@ def _exactly(p: Plan, exact: frozenset[Node]) -> Plan:
     return replace(p, forward=tuple(map(exactly, p.forward)), backward=tuple(map(exactly, p.backward)))
 
 
-def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
-    """How many products of tiles the roots need no more once they are given a value: its own, and those that they need
-    by way of it alone (its dominator tree)."""
-    roots, known = set(roots), set(given)
-    order = reachable(roots, known)
-    users: dict[Node, list[Node]] = {}
-    for n in order:
-        for a in () if n in known else n.args:
-            users.setdefault(a, []).append(n)
-    above: dict[Node, Node | None] = {}
-    depth: dict[Node | None, int] = {None: 0}
-    for n in reversed(order):
-        common: Node | None = None if n in roots else users[n][0]
-        for other in () if n in roots else users[n][1:]:
-            x: Node | None = other
-            while common is not x:
-                if common is None or x is None:
-                    common = x = None
-                elif depth[common] >= depth[x]:
-                    common = above[common]
-                else:
-                    x = above[x]
-        above[n], depth[n] = common, depth[common] + 1
-    spared: Counter[Node | None] = Counter()
-    for n in order:
-        spared[n] += n not in known and is_product(n)
-        spared[above[n]] += spared[n]
-    return {n: spared[n] for n in order}
-
-
-def _cuts(
-    program: Program,
-    roots: Iterable[Node],
-    later: Iterable[Node],
-    given: tuple[Node, ...],
-    chained: set[Node],
-    least: int,
-) -> tuple[Node, ...]:
-    """Values that a scan saves, one per token, that would cost later kernels `least` products or more."""
-    later = list(later)
-    found: tuple[Node, ...] = ()
-    while len(found) < MOST_CUTS:
-        have = (*given, *found)
-        spared = _spared(later, have)
-        candidates = [
-            n
-            for n in reachable(roots, set(have))
-            if n in spared and n in chained and n not in have and n.op not in ("leaf", "rename", "expand")
-            if len(n.axes) == 2 and n.axes[0] == "t" and n.axes[1] not in TOKEN_AXES
-        ]
-        best = max(candidates, key=spared.__getitem__, default=None)
-        if best is None or spared[best] < least:
-            break
-        found += (best,)
-    return found
-
-
-def _dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]) -> bool:
-    """Whether something that the roots need is dear and free of the chain."""
-    return any(n.op in DEAR and n not in chained and n not in given for n in reachable(roots, set(given)))
-
-
-def _weighs(free: Kernel) -> bool:
-    """Whether several products go to weights of tokens, and to nothing as large as an input: what each block of a
-    scan's grid would compute again, in the chain of its units."""
-    return sum(map(is_product, free.nodes)) > 1 and all(set(n.axes) <= set(TOKEN_AXES) for n in free.saves)
-
-
-def _prologue(
-    name: str, program: Program, roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]
-) -> Kernel | None:
-    """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear."""
-    nodes = reachable(roots, set(given))
-    chain = [n for n in nodes if n in chained and n not in given]
-    border = {a: _sources(a, given) for n in chain for a in n.args if a not in chained and a.axes}
-    sources = {n: found for n, found in border.items() if len(n.axes) == 2}
-    uses = Counter(s for found in sources.values() for s in found)
-    # as large as a state: moving it takes longer than computing it
-    large = {n: found[0] for n, found in sources.items() if len(found) == 1 and _outgrows(found[0], given)}
-    taken = [(a, n) for n in (*chain, *large.values()) for a in n.args if a not in chained]
-    exact = {a for a, n in taken if not is_matmul(n)}
-    saves = dict.fromkeys(a for a, _ in taken if scaled(a, given) and (a not in exact or len(a.axes) == 1))
-    for n, found in sources.items():
-        if n in large or n in saves:
-            continue
-        # the products that a value needs are saved, unless it alone needs several of them
-        alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
-        saves.update(dict.fromkeys([n] if alone else found))
-    # a vector takes no room: it is saved where products are needed for it alone
-    saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
-    return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
-
-
-def scaled(node: Node, given: Container[Node] = ()) -> bool:
-    """Whether a value follows by work on single elements, and by way of no product, from decays per channel: summed up
-    over the tokens so far; or is a vector, and they are summed up over all tokens of a unit."""
-
-    def running(n: Node) -> bool:
-        return n.op == "cumsum" and not set(n.axes) <= set(TOKEN_AXES)
-
-    def of_tokens(n: Node) -> bool:
-        return len(n.axes) == 2 and n.axes[0] in TOKEN_AXES
-
-    dear = nearest(node, lambda n: running(n) or n.op in DEAR or is_product(n), given.__contains__)
-    if len(node.axes) == 2:
-        return bool(dear) and all(map(running, dear))
-    of_channels = len(node.axes) == 1 and node.axes[0] not in TOKEN_AXES
-    return of_channels and not dear and any(map(of_tokens, nearest(node, of_tokens, given.__contains__)))
-
-
-def _outgrows(node: Node, given: tuple[Node, ...]) -> bool:
-    """Whether a value is a product of inputs that is as large as a state."""
-    return not any(x in TOKEN_AXES for x in node.axes) and _of_inputs(node, given)
-
-
-def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
-    """Whether a value is a product of what follows from inputs alone."""
-    return is_product(node) and not any(_sources(a, given) for a in node.args)
-
-
-def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
-    """The products of tiles, and other dear values, that a value follows from without another product."""
-    return nearest(node, lambda n: n.op in DEAR or is_product(n), given.__contains__)
-
-
 def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kernel]:
     """The scan; or, where it has no room and several cost less, one for each of some groups of its carries. Where eight
     warps have no room for it in heads of 128, it is several if grids can split a dim of each, but none of all."""
     whole = _placed(whole, saved)
     groups = chains(whole.program, whole.role)
     tiles = functools.cache(lambda scan: alive(scan, FULL))
-    if len(groups) == 1:
+    crowded = len(groups) > 1 and not whole.blocked and alive(whole, WIDE) > 2 * ROOM
+    if len(groups) == 1 or (tiles(whole) <= ROOM and not crowded):
         return [whole]
 
     def several(groups: Sequence[tuple[str, ...]]) -> list[Kernel]:
@@ -533,8 +342,7 @@ def _scans(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Kerne
         return _walked(whole, saved, found, weight) if len(found) > 1 else [whole]
 
     least = several(groups)
-    splitting = not whole.blocked and all(k.blocked for k in least if k.kind == "scan")
-    if splitting and alive(whole, weights(64, 2 * BLOCK)) > 2 * ROOM:
+    if crowded and all(k.blocked for k in least if k.kind == "scan"):
         return least
     if tiles(whole) <= ROOM:
         return [whole]
@@ -580,8 +388,8 @@ def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk], weigh
         )
         given = (*saved, *walk.given)
         chained = depends_on(scan.roots, scan.giving(given).walked())
-        if _dear(scan.roots, chained, given):
-            free = _prologue(f"{scan.name.removesuffix('_kernel')}_free", whole.program, scan.roots, chained, given)
+        if needs_dear(scan.roots, chained, given):
+            free = prologue(f"{scan.name.removesuffix('_kernel')}_free", whole.program, scan.roots, chained, given)
             if free:
                 kernels += staged(replace(free, exact=exact), weight)[1]
                 given += free.saves

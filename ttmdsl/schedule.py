@@ -45,6 +45,7 @@ def weights(tokens: int, width: int = BLOCK, walked: str = "") -> Weight:
 
 
 FULL = weights(64)  # in a loop, tiles of few tokens lie as the states do that they meet: on all warps
+WIDE = weights(64, 2 * BLOCK)  # the same of heads of 128
 
 
 def peak(

@@ -12,13 +12,10 @@ import functools
 from bisect import bisect
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
+from ttmdsl.kernels import Kernel
 from ttmdsl.schedule import BLOCK, WORKING, Weight, Work, best_order, peak, weights, wider_order
-
-if TYPE_CHECKING:
-    from ttmdsl.plan import Kernel
 
 ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
 CLOSE = 1.15 * ROOM  # a little more, which spills little

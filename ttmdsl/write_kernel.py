@@ -15,10 +15,11 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, base_dim, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, base_dim, is_large, reachable
+from ttmdsl.kernels import Kernel, Kind
 from ttmdsl.lower import Form
 from ttmdsl.lower_expr import matrix_axes
-from ttmdsl.plan import Kernel, Kind, carries
+from ttmdsl.plan import carries
 from ttmdsl.print_triton import (
     TritonPrinter,
     load_block,
@@ -443,8 +444,7 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
     text.body += writer.computed(kernel)
     text.alive = round(printer.alive, 1)
-    passing = [n for n in (*leaves, *kernel.given, *kernel.saves) if len(n.axes) > 1]
-    text.of_tokens = all(any(x in TOKEN_AXES for x in n.axes) for n in passing)
+    text.of_tokens = not any(map(is_large, (*leaves, *kernel.given, *kernel.saves)))
     return text
 
 

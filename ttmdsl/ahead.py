@@ -1,0 +1,137 @@
+"""What is computed apart from a scan: ahead of it, for all units at once, and by it for the kernels that follow.
+
+Input: what a scan is to compute, what of it depends on its chain of units, and what is there already. Output: the
+kernel that comes first, or the values that the scan saves. Does not choose whether a scan is one or several.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+
+from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, is_large, is_matmul, is_product, nearest, reachable
+from ttmdsl.kernels import Kernel
+
+MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
+
+
+def prologue(
+    name: str, program: Program, roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]
+) -> Kernel | None:
+    """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear."""
+    nodes = reachable(roots, set(given))
+    chain = [n for n in nodes if n in chained and n not in given]
+    border = {a: _sources(a, given) for n in chain for a in n.args if a not in chained and a.axes}
+    sources = {n: found for n, found in border.items() if len(n.axes) == 2}
+    uses = Counter(s for found in sources.values() for s in found)
+    single = {n: found[0] for n, found in sources.items() if len(found) == 1}
+    # as large as a state: moving it takes longer than computing it
+    large = {n: source for n, source in single.items() if is_large(source) and _of_inputs(source, given)}
+    # what is scaled is saved where products alone take it, which round it anyway
+    taken = [(a, n) for n in (*chain, *large.values()) for a in n.args if a not in chained]
+    exact = {a for a, n in taken if not is_matmul(n)}
+    saves = dict.fromkeys(a for a, _ in taken if scaled(a, given) and (a not in exact or len(a.axes) == 1))
+    for n, found in sources.items():
+        if n in large or n in saves:
+            continue
+        # the products that a value needs are saved, unless it alone needs several of them
+        alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
+        saves.update(dict.fromkeys([n] if alone else found))
+    # a vector takes no room: it is saved where products are needed for it alone
+    saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
+    return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
+
+
+def needs_dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]) -> bool:
+    """Whether something that the roots need is dear and free of the chain."""
+    return any(n.op in DEAR and n not in chained and n not in given for n in reachable(roots, set(given)))
+
+
+def weighs(free: Kernel) -> bool:
+    """Whether several products go to weights of tokens, and to nothing as large as an input: what each block of a
+    scan's grid would compute again, in the chain of its units."""
+    return sum(map(is_product, free.nodes)) > 1 and all(set(n.axes) <= set(TOKEN_AXES) for n in free.saves)
+
+
+def scaled(node: Node, given: Container[Node] = ()) -> bool:
+    """Whether a value follows by work on single elements, and by way of no product, from decays per channel: summed up
+    over the tokens so far; or is a vector, and they are summed up over all tokens of a unit."""
+
+    def running(n: Node) -> bool:
+        return n.op == "cumsum" and not set(n.axes) <= set(TOKEN_AXES)
+
+    def of_tokens(n: Node) -> bool:
+        return len(n.axes) == 2 and not is_large(n)
+
+    dear = nearest(node, lambda n: running(n) or n.op in DEAR or is_product(n), given.__contains__)
+    if len(node.axes) == 2:
+        return bool(dear) and all(map(running, dear))
+    of_channels = len(node.axes) == 1 and node.axes[0] not in TOKEN_AXES
+    return of_channels and not dear and any(map(of_tokens, nearest(node, of_tokens, given.__contains__)))
+
+
+def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
+    """Whether a value is a product of what follows from inputs alone."""
+    return is_product(node) and not any(_sources(a, given) for a in node.args)
+
+
+def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
+    """The products of tiles, and other dear values, that a value follows from without another product."""
+    return nearest(node, lambda n: n.op in DEAR or is_product(n), given.__contains__)
+
+
+def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
+    """How many products of tiles the roots need no more once they are given a value: its own, and those that they need
+    by way of it alone (its dominator tree)."""
+    roots, known = set(roots), set(given)
+    order = reachable(roots, known)
+    users: dict[Node, list[Node]] = {}
+    for n in order:
+        for a in () if n in known else n.args:
+            users.setdefault(a, []).append(n)
+    above: dict[Node, Node | None] = {}
+    depth: dict[Node | None, int] = {None: 0}
+    for n in reversed(order):
+        common: Node | None = None if n in roots else users[n][0]
+        for other in () if n in roots else users[n][1:]:
+            x: Node | None = other
+            while common is not x:
+                if common is None or x is None:
+                    common = x = None
+                elif depth[common] >= depth[x]:
+                    common = above[common]
+                else:
+                    x = above[x]
+        above[n], depth[n] = common, depth[common] + 1
+    spared: Counter[Node | None] = Counter()
+    for n in order:
+        spared[n] += n not in known and is_product(n)
+        spared[above[n]] += spared[n]
+    return {n: spared[n] for n in order}
+
+
+def worth_saving(
+    program: Program,
+    roots: Iterable[Node],
+    later: Iterable[Node],
+    given: tuple[Node, ...],
+    chained: set[Node],
+    least: int,
+) -> tuple[Node, ...]:
+    """Values that a scan saves, one per token, that would cost later kernels `least` products or more."""
+    later = list(later)
+    found: tuple[Node, ...] = ()
+    while len(found) < MOST_CUTS:
+        have = (*given, *found)
+        spared = _spared(later, have)
+        candidates = [
+            n
+            for n in reachable(roots, set(have))
+            if n in spared and n in chained and n not in have and n.op not in ("leaf", "rename", "expand")
+            if len(n.axes) == 2 and n.axes[0] == "t" and n.axes[1] not in TOKEN_AXES
+        ]
+        best = max(candidates, key=spared.__getitem__, default=None)
+        if best is None or spared[best] < least:
+            break
+        found += (best,)
+    return found
