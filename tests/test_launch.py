@@ -38,9 +38,9 @@ class Compiled:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
+        def run(*arguments: Any, stream: int) -> None:
             named = dict(zip(self.kernel.arg_names, arguments, strict=True))
-            self.kernel.direct.append({"grid": grid[:2], **named})
+            self.kernel.direct.append({"grid": grid[:2], "stream": stream, **named})
 
         return run
 
@@ -80,8 +80,9 @@ def pointers(dtype: torch.dtype = torch.bfloat16, skip: int = 0) -> tuple[torch.
 def launched(*many: tuple[torch.Tensor, ...], keep: tuple[bool, ...] = (), compiles: bool = True) -> Kernel:
     """What becomes of a kernel that is launched with these pointers, one after the other."""
     found, place = kernel(compiles), schedule()
-    for i, each in enumerate(many):
-        place.launch(found, each, keep=not keep or keep[i])
+    with mock.patch.object(ttmdsl.load("gated_delta_net"), "_stream", lambda device: 7):
+        for i, each in enumerate(many):
+            place.launch(found, each, keep=not keep or keep[i])
     return found
 
 
@@ -89,11 +90,11 @@ def second_has_the_arguments_of_the_first() -> None:
     again = pointers()
     found = launched(pointers(), again)
     (first,), (second,) = found.looked_up, found.direct
-    assert second["k_ptr"] is again[0]
-    assert second["beta_ptr"] is again[1]
-    same = [n for n in first if n not in ("k_ptr", "beta_ptr")]
-    assert all(second[n] is first[n] or second[n] == first[n] for n in same)
+    assert [second[n] for n in NAMES[:2]] == [t.data_ptr() for t in again]
+    assert [second[n] for n in NAMES[2:]] == [first[n].data_ptr() for n in NAMES[2:]]
+    assert [second[n] for n in ("grid", *CONSTANTS)] == [first[n] for n in ("grid", *CONSTANTS)]
     assert first["grid"] == (2, 2)
+    assert second["stream"] == 7
 
 
 def other_dtypes_and_addresses_are_looked_up() -> None:
@@ -113,6 +114,31 @@ def what_is_interpreted_is_never_launched_directly() -> None:
     found = launched(pointers(), pointers(), pointers(), compiles=False)
     assert len(found.looked_up) == 3
     assert not found.direct
+
+
+def small_tensors_lie_together() -> None:
+    place, made = schedule(), []
+
+    def shapes() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        made.append(1)
+        return {"a": ((3, 5), torch.bfloat16), "b": ((), torch.float32), "c": ((2, 7), torch.float32)}
+
+    def large() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"d": ((2**27,), torch.bfloat16), "e": ((4,), torch.bfloat16)}
+
+    for _ in range(2):
+        first, second = place.together("small", shapes, lambda: {"f": ((9,), torch.bfloat16)})
+        found = {**first, **second}
+        assert {k: (tuple(t.shape), t.dtype) for k, t in found.items()} == {**shapes(), "f": ((9,), torch.bfloat16)}
+        assert len({t.untyped_storage().data_ptr() for t in found.values()}) == 1
+        for i, t in enumerate(found.values()):
+            assert t.is_contiguous()
+            assert t.data_ptr() % 16 == 0
+            t.fill_(i)
+        assert all((t == i).all() for i, t in enumerate(found.values()))  # no two overlap
+    assert len(made) == 3  # once for the schedule, twice for the test
+    (found,) = place.together("large", large)
+    assert len({t.untyped_storage().data_ptr() for t in found.values()}) == 2
 
 
 def states_are_kept_only_where_a_backward_pass_may_follow() -> None:
@@ -212,6 +238,7 @@ def tangents_are_not_dropped() -> None:
         other_dtypes_and_addresses_are_looked_up,
         what_is_kept_or_not_is_another_kernel,
         what_is_interpreted_is_never_launched_directly,
+        small_tensors_lie_together,
         states_are_kept_only_where_a_backward_pass_may_follow,
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,

@@ -68,19 +68,27 @@ class FormTexts:
         """Values saved by forward kernels that no backward kernel takes."""
         return sorted(n for n in self.saved if not any(_takes(k, n) for k in self.backward))
 
+    def lasting(self) -> dict[str, Axes]:
+        """The values saved by backward kernels that are needed to the end."""
+        return {n: axes for n, axes in self.saved_late.items() if any(_takes(k, n) for k in self._steps()[-1])}
+
     def stages(self) -> list[tuple[tuple[KernelText, ...], dict[str, Axes], list[str]]]:
         """The backward kernels, those from the first scan to the last together, each with the rooms for values that it
-        is the first to use, and those that it is the last to."""
-        walks = walks_at(k.kind for k in self.backward)
-        before, after = self.backward[: walks.start], self.backward[walks.stop :]
-        steps = [*((k,) for k in before), self.backward[walks], *((k,) for k in after)]
-        uses = [{n for n in self.saved_late if any(_takes(k, n) for k in step)} for step in steps]
+        is the first to use, and those that it is the last to; without values that last."""
+        steps = self._steps()
+        passing = {n: axes for n, axes in self.saved_late.items() if n not in self.lasting()}
+        uses = [{n for n in passing if any(_takes(k, n) for k in step)} for step in steps]
         stages = []
         for i, step in enumerate(steps):
             earlier, later = set().union(*uses[:i]), set().union(*uses[i + 1 :])
-            made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - earlier}
+            made = {n: axes for n, axes in passing.items() if n in uses[i] - earlier}
             stages.append((step, made, sorted(uses[i] - later)))
         return stages
+
+    def _steps(self) -> list[tuple[KernelText, ...]]:
+        walks = walks_at(k.kind for k in self.backward)
+        before, after = self.backward[: walks.start], self.backward[walks.stop :]
+        return [*((k,) for k in before), self.backward[walks], *((k,) for k in after)]
 
     def kernels(self) -> tuple[KernelText, ...]:
         parts = (self.carry,) if self.carry else ()
