@@ -80,7 +80,7 @@ def pointers(dtype: torch.dtype = torch.bfloat16, skip: int = 0) -> tuple[torch.
 def launched(*many: tuple[torch.Tensor, ...], keep: tuple[bool, ...] = (), compiles: bool = True) -> Kernel:
     """What becomes of a kernel that is launched with these pointers, one after the other."""
     found, place = kernel(compiles), schedule()
-    with mock.patch.object(ttmdsl.load("gated_delta_net"), "_stream", lambda device: 7):
+    with mock.patch.object(ttmdsl.load("gated_delta_net"), "_stream", return_value=7):
         for i, each in enumerate(many):
             place.launch(found, each, keep=not keep or keep[i])
     return found

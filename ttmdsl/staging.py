@@ -26,6 +26,7 @@ LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
 SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches;
 LARGE, MOST = 0.22, 22.0  # how much of it counts in heads of 128, of which plans know nothing else; most for a kernel;
+SPARED = 2.0  # least that is worth computing a value once more for: moving a tile in float32 once
 SCAN = 5.0  # how much more all of it counts in a scan, whose units wait for one another;
 DOUBT = 1.1  # by how much such a price may be wrong
 APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
@@ -39,10 +40,11 @@ def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
     if peak_of_loads(order, weight, dim) <= ROOM:
         return whole
     ways = [_cut(kernel, _segments(order, weight, limit, dim)) for limit in (ROOM, CLOSE)]
-    found = [(sum(cost(part, weight) for part in parts), parts) for parts in ways]
-    best = min(whole, *found, key=lambda way: way[0])
-    if best is whole:
+    price, parts = min(((_price(parts, weight), parts) for parts in ways), key=lambda way: way[0])
+    if whole[0] <= price:
         return whole
+    parts = parts if dim else _lean(kernel, parts, weight)  # what walks over blocks computes such values in every round
+    best = _price(parts, weight), parts
     kernel = replace(kernel, searched=True)  # it may have room in another order
     whole = cost(kernel, weight), [kernel]
     return min(best, whole, key=lambda way: way[0] + spilled_at_128(way[1], weight))
@@ -142,12 +144,17 @@ def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
         for a in (s for x in operands(n) for s in passed(x)):
             if a in place and place[a] < place[n]:
                 crossing[a] = None
-    # what products alone take of it, they would round anyway; what is saved for others passes as it is saved
-    taken = (a for n in place if not is_product(n) for a in operands(n))
-    exact = kernel.exact | {a for a in taken if a in crossing and a not in kernel.saves}
+    return _passing(kernel, place, crossing)
+
+
+def _passing(kernel: Kernel, place: dict[Node, int], crossing: Iterable[Node]) -> list[Kernel]:
+    """The kernel as several, which pass these values on: each value is computed by the part that is its `place`."""
+    passed = set(crossing) - set(kernel.saves)  # what is saved for others passes as it is saved
+    # what products alone take of it, they would round anyway
+    exact = kernel.exact | passed.intersection(a for n in place if not is_product(n) for a in operands(n))
     result: list[Kernel] = []
     known = kernel.given
-    for i in range(len(segments)):
+    for i in range(1 + max(place.values())):
         outputs = tuple((k, v) for k, v in kernel.outputs if place.get(v, 0) == i)
         saves = dict.fromkeys([*(n for n in kernel.saves if place[n] == i), *(n for n in crossing if place[n] == i)])
         name = kernel.name.replace("_kernel", f"_{i + 1}_kernel")
@@ -155,6 +162,36 @@ def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
         result.append(part.giving(known))
         known += tuple(n for n in saves if n not in known)
     return [part for part in result if part.roots]
+
+
+def _lean(kernel: Kernel, parts: list[Kernel], weight: Weight) -> list[Kernel]:
+    """The parts of a kernel, which pass on nothing that is found more cheaply of what else they are given."""
+    place = {n: i for i, part in reversed([*enumerate(parts)]) for n in computed(part)}
+    crossing = [n for part in parts for n in part.saves if n not in kernel.saves]
+    prices = work, lambda k: cost(k, weight)  # the second takes long to find
+    for n in [n for n in crossing if len(n.axes) == 2 and n.op not in _ACROSS]:
+        fewer = [a for a in crossing if a is not n]
+        if _follows(n, {*kernel.given, *fewer}):
+            found = _passing(kernel, place, fewer)
+            old, new = _apart(parts, found)
+            if all(sum(map(price, new)) <= sum(map(price, old)) - SPARED for price in prices):
+                crossing, parts = fewer, found
+    return parts
+
+
+def _follows(node: Node, given: Container[Node]) -> bool:
+    """Whether a value follows from inputs and from what is given by work on single elements."""
+    return not nearest(node, lambda n: n.op in _ACROSS, lambda n: n in given or is_input(n))
+
+
+def _apart(some: Iterable[Kernel], others: Iterable[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
+    """Those kernels of each that the other does not have."""
+    one, two = ({(*k.roots, None, *k.given): k for k in kernels} for kernels in (some, others))
+    return [k for key, k in one.items() if key not in two], [k for key, k in two.items() if key not in one]
+
+
+def _price(kernels: Iterable[Kernel], weight: Weight) -> float:
+    return sum(cost(k, weight) for k in kernels)
 
 
 def is_input(node: Node) -> bool:
