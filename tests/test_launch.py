@@ -138,6 +138,9 @@ def small_tensors_lie_together() -> None:
         assert all((t == i).all() for i, t in enumerate(found.values()))  # no two overlap
     assert len(made) == 3  # once for the schedule, twice for the test
     (found,) = place.together("large", large)
+    assert not found  # each is made when it is asked for
+    assert [tuple(found[k].shape) for k in "ede"] == [(4,), (2**27,), (4,)]
+    assert found["e"] is found["e"]
     assert len({t.untyped_storage().data_ptr() for t in found.values()}) == 2
 
 
