@@ -85,6 +85,24 @@ def test_the_final_state_alone_has_gradients(layer: str, interpreter: ProcessPoo
     assert max(interpreter.submit(end_alone, layer).result()) < 1e-5
 
 
+def walked_twice(layer: str) -> list[float]:
+    """By how much gradients change when a graph that was kept is walked once more."""
+    import torch
+
+    from ttmdsl.drawing import Shape, draw
+
+    module = ttmdsl.load(layer)
+    x = {k: t.float().requires_grad_() for k, t in draw(module, Shape("", tokens=70, dims=(16,))).x.items()}
+    y, _ = module.op(**x, backend="triton")
+    first = torch.autograd.grad(y.sin().sum(), [*x.values()], retain_graph=True)
+    second = torch.autograd.grad(y.sin().sum(), [*x.values()])
+    return [(a - b).abs().max().item() for a, b in zip(first, second, strict=True)]
+
+
+def test_a_graph_that_is_kept_is_walked_again(interpreter: ProcessPoolExecutor) -> None:
+    assert max(interpreter.submit(walked_twice, "gated_delta_net").result()) == 0
+
+
 def product() -> tuple[float, float, bool]:
     """The error of a product of bfloat16 tiles, and of numbers that become bfloat16; in the other process."""
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
@@ -171,6 +172,30 @@ def absent(module: Any, use: Callable[[torch.Tensor, dict[str, torch.Tensor] | N
     return found
 
 
+def what_a_backward_pass_is_done_with_is_freed() -> None:
+    module = ttmdsl.load("gla")
+    x = {key: t.float().requires_grad_() for key, t in draw(module, Shape("", tokens=70, dims=(16,))).x.items()}
+    seen: list[dict[str, weakref.ref[torch.Tensor]]] = []
+    alive: list[set[str]] = []
+
+    def launch(place: Any, kernel: Any, pointers: tuple[torch.Tensor | None, ...], keep: bool) -> None:
+        names = module.KERNEL_POINTERS[kernel.fn.__name__]
+        alive.append({name for each in seen for name, t in each.items() if t() is not None})
+        given = {name: t for name, t in zip(names, pointers, strict=True) if name.endswith("_saved_ptr")}
+        seen.append({name: weakref.ref(t) for name, t in given.items() if t is not None})
+
+    with mock.patch.object(module._Schedule, "launch", launch):
+        y, _ = module.op(**x, backend="triton")
+        torch.autograd.grad(y.sum(), [*x.values()], retain_graph=True)
+        (scan,) = (i for i, name in enumerate(module.KERNEL_POINTERS) if name == "_chunk_backward_scan_kernel")
+        walked = set(seen[scan])
+        assert walked
+        assert walked <= alive[scan + 1]  # which another backward pass may take
+        count = len(seen) - scan
+        torch.autograd.grad(y.sum(), [*x.values()])
+        assert not walked & alive[-count + 1]
+
+
 def states_that_nobody_gives_or_asks_for_are_absent() -> None:
     module = ttmdsl.load("gated_delta_net")
     S = torch.zeros(1, 1, 16, 16)
@@ -243,6 +268,7 @@ def tangents_are_not_dropped() -> None:
         what_is_interpreted_is_never_launched_directly,
         small_tensors_lie_together,
         states_are_kept_only_where_a_backward_pass_may_follow,
+        what_a_backward_pass_is_done_with_is_freed,
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,
         many_heads_of_small_states_are_stepped_by_a_warp_each,

@@ -74,15 +74,15 @@ class FormTexts:
 
     def stages(self) -> list[tuple[tuple[KernelText, ...], dict[str, Axes], list[str]]]:
         """The backward kernels, those from the first scan to the last together, each with the rooms for values that it
-        is the first to use, and those that it is the last to; without values that last."""
-        steps = self._steps()
-        passing = {n: axes for n, axes in self.saved_late.items() if n not in self.lasting()}
-        uses = [{n for n in passing if any(_takes(k, n) for k in step)} for step in steps]
+        is the first to use, without those that last; and all saved values that it is the last to use, unless it is the
+        last."""
+        steps, known = self._steps(), [*self.saved, *self.saved_late]
+        uses = [{n for n in known if any(_takes(k, n) for k in step)} for step in steps]
         stages = []
         for i, step in enumerate(steps):
-            earlier, later = set().union(*uses[:i]), set().union(*uses[i + 1 :])
-            made = {n: axes for n, axes in passing.items() if n in uses[i] - earlier}
-            stages.append((step, made, sorted(uses[i] - later)))
+            earlier, later = set(self.lasting()).union(*uses[:i]), set().union(*uses[i + 1 :])
+            made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - earlier}
+            stages.append((step, made, sorted(uses[i] - later) if later else []))
         return stages
 
     def _steps(self) -> list[tuple[KernelText, ...]]:
