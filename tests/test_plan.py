@@ -9,6 +9,7 @@ import torch
 from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
+from ttmdsl import staging
 from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
 from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable
@@ -147,6 +148,19 @@ def test_a_kernel_of_many_tiles_is_several_that_have_more_room() -> None:
     whole = Kernel("_whole_kernel", "map", form.backward, outputs=gradients)
     assert max(map(peak_of, parts)) < peak_of(whole) / 2
     assert not any(k.exact for k in plan("chunk", forms("linear_attention", {})["chunk"]).backward)
+
+
+@pytest.mark.parametrize("name", ["dplr", "rwkv7"])
+def test_kernels_in_a_row_do_not_pass_on_what_is_negated_of_what_they_pass_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def negated() -> list[Node]:
+        passed = [n for k in plan("chunk", forms(name, {})["chunk"]).backward if k.kind == "map" for n in k.saves]
+        return [n for n in passed if n.op == "neg" and n.args[0] in passed and len(n.axes) == 2]
+
+    assert not negated()
+    monkeypatch.setattr(staging, "_lean", lambda kernel, parts, weight: parts)
+    assert negated()  # or the above says nothing
 
 
 @every_plan
