@@ -80,7 +80,7 @@ class FormTexts:
         uses = [{n for n in known if any(_takes(k, n) for k in step)} for step in steps]
         stages = []
         for i, step in enumerate(steps):
-            earlier, later = set(self.lasting()).union(*uses[:i]), set().union(*uses[i + 1 :])
+            earlier, later = uses[-1].union(*uses[:i]), set().union(*uses[i + 1 :])
             made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - earlier}
             stages.append((step, made, sorted(uses[i] - later) if later else []))
         return stages

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
@@ -43,8 +43,10 @@ def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
     price, parts = min(((_price(parts, weight), parts) for parts in ways), key=lambda way: way[0])
     if whole[0] <= price:
         return whole
-    parts = parts if dim else _lean(kernel, parts, weight)  # what walks over blocks computes such values in every round
-    best = _price(parts, weight), parts
+    if not dim:  # what walks over blocks would compute such values in every round
+        parts = _lean(kernel, parts, weight)
+        price = _price(parts, weight)
+    best = price, parts
     kernel = replace(kernel, searched=True)  # it may have room in another order
     whole = cost(kernel, weight), [kernel]
     return min(best, whole, key=lambda way: way[0] + spilled_at_128(way[1], weight))
@@ -147,7 +149,7 @@ def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
     return _passing(kernel, place, crossing)
 
 
-def _passing(kernel: Kernel, place: dict[Node, int], crossing: Iterable[Node]) -> list[Kernel]:
+def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node]) -> list[Kernel]:
     """The kernel as several, which pass these values on: each value is computed by the part that is its `place`."""
     passed = set(crossing) - set(kernel.saves)  # what is saved for others passes as it is saved
     # what products alone take of it, they would round anyway
@@ -168,13 +170,13 @@ def _lean(kernel: Kernel, parts: list[Kernel], weight: Weight) -> list[Kernel]:
     """The parts of a kernel, which pass on nothing that is found more cheaply of what else they are given."""
     place = {n: i for i, part in reversed([*enumerate(parts)]) for n in computed(part)}
     crossing = [n for part in parts for n in part.saves if n not in kernel.saves]
-    prices = work, lambda k: cost(k, weight)  # the second takes long to find
     for n in [n for n in crossing if len(n.axes) == 2 and n.op not in _ACROSS]:
         fewer = [a for a in crossing if a is not n]
         if _follows(n, {*kernel.given, *fewer}):
             found = _passing(kernel, place, fewer)
             old, new = _apart(parts, found)
-            if all(sum(map(price, new)) <= sum(map(price, old)) - SPARED for price in prices):
+            lighter = sum(map(work, new)) <= sum(map(work, old)) - SPARED  # quick to tell
+            if lighter and _price(new, weight) <= _price(old, weight) - SPARED:
                 crossing, parts = fewer, found
     return parts
 
