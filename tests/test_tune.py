@@ -161,8 +161,10 @@ def test_candidates_are_what_a_kernel_can_make_use_of() -> None:
     assert len(scans) == 2 * 4 * 2
     assert {c["block"] for c in scans} == {32, 64}
     assert {c["block"] for c in candidates(replace(SCAN, tiles=(64, 128, 128)))} == {32, 64, 128}
-    assert [c["num_warps"] for c in candidates(MAP)] == [2, 4, 8]
+    assert [(c["num_warps"], c["maxnreg"]) for c in candidates(MAP)] == [(2, 255), (4, 255), (4, 168), (8, 255)]
     assert all("block" not in c and c["num_stages"] == 1 for c in candidates(MAP))
+    walks = candidates(replace(MAP, config={**MAP.config, "block": 64}))
+    assert {(c["num_stages"], c["block"]) for c in walks} == {(s, n) for s in (1, 2, 3) for n in (32, 64)}
     assert {c["num_warps"] for c in candidates(replace(SCAN, kernel="token scan 0 products 5"))} == {1, 2, 4, 8}
     assert {c["block"] for c in candidates(replace(SCAN, kernel="pairs read: weighs"))} == {32, 64}
 

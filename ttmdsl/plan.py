@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from ttmdsl.ahead import needs_dear, prologue, scaled, weighs, worth_saving
 from ttmdsl.associate import associated
 from ttmdsl.chains import Walk, chains, walks
+from ttmdsl.gather import gathered
 from ttmdsl.ir import (
     DEAR,
     TOKEN_AXES,
@@ -156,10 +157,17 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     if apart:
         scans = _always(scans, y.values())
         scans += staged(read.giving((*saved, *(n for k in scans for n in k.saves))), weight)[1]
+    backward = [_gathered(k, weight) if k.kind == "map" else k for k in backward]
     found = Plan(name, (*first, *scans), tuple(backward), parts, division)
     found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if steep(form.forward) else found
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
+
+
+def _gathered(kernel: Kernel, weight: Weight) -> Kernel:
+    """The kernel with sums that share a tile found at once, where that keeps no more tiles alive."""
+    found = gathered(kernel)
+    return found if alive(found, weight) < alive(kernel, weight) + 0.5 else kernel
 
 
 def _backward_programs(form: Form) -> list[tuple[Program, float]]:

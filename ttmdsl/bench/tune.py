@@ -141,14 +141,19 @@ def _kernels(
 
 
 def candidates(entry: Entry) -> list[Config]:
-    """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim."""
+    """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim or
+    the kernel walks over one, fewer registers where a multiprocessor has room for one block more then."""
     unit, way, *_ = entry.kernel.split()
+    walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
-    stages = (1,) if way == "map" else (1, 2) if unit == "token" else (1, 2, 3, 4)
-    widest = max(entry.tiles)
-    blocks = [n for n in (32, 64, 128) if n <= widest] if "block" in entry.config else [0]
-    found = itertools.product(warps, stages, blocks)
-    return [{"num_warps": w, "num_stages": s} | ({"block": b} if b else {}) for w, s, b in found]
+    stages = (1, 2, 3) if walks else (1,) if way == "map" else (1, 2) if unit == "token" else (1, 2, 3, 4)
+    blocks = [{"block": n} for n in (32, 64, 128) if n <= max(entry.tiles)] if "block" in entry.config else [{}]
+    registers = (255, 168) if way == "map" else (255,)
+    return [
+        {"num_warps": w, "num_stages": s, "maxnreg": r, **block}
+        for w, s, r, block in itertools.product(warps, stages, registers, blocks)
+        if w == 4 or r == 255
+    ]
 
 
 def _best(
