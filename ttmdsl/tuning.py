@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CONFIG = {
     "num_warps": (1, 2, 4, 8),
     "num_stages": (1, 2, 3, 4, 5, 6),
-    "maxnreg": (64, 80, 96, 128, 168, 255),  # registers of a thread: three blocks of four warps find room with 168
+    "maxnreg": (64, 80, 96, 128, 168, 255),  # most registers of a thread: 168 let three blocks of four warps be at once
     "block": (16, 32, 64, 128, 256),  # the width of the blocks that a scan's grid splits a free dim into
     "chunk": (16, 32, 64, 128),  # tokens of a unit
 }

@@ -201,7 +201,8 @@ def facts(trial: Trial) -> Facts:
         for name, signature in module.KERNEL_SIGNATURES.items():
             if name in places:
                 constants, options = module.kernel_constants(name, sizes, case.torch_dtype, gpu)
-                config = {key: int(value) for key, value in options.items() if key in CONFIG}
+                # the rules let a thread have all registers that there are, as does a configuration that says nothing
+                config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
                 if name in module.KERNEL_BLOCKS:
                     config["block"] = int(constants[module.KERNEL_BLOCKS[name]])
                 kernels[name] = entry(name, signature, config)

@@ -148,12 +148,11 @@ def candidates(entry: Entry) -> list[Config]:
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
     stages = (1, 2, 3) if walks else (1,) if way == "map" else (1, 2) if unit == "token" else (1, 2, 3, 4)
     blocks = [{"block": n} for n in (32, 64, 128) if n <= max(entry.tiles)] if "block" in entry.config else [{}]
-    registers = (255, 168) if way == "map" else (255,)
-    return [
-        {"num_warps": w, "num_stages": s, "maxnreg": r, **block}
-        for w, s, r, block in itertools.product(warps, stages, registers, blocks)
-        if w == 4 or r == 255
+    found: list[Config] = [
+        {"num_warps": w, "num_stages": s, **block} for w, s, block in itertools.product(warps, stages, blocks)
     ]
+    fewer = [{**config, "maxnreg": 168} for config in found if way == "map" and config["num_warps"] == 4]
+    return [*found, *fewer]
 
 
 def _best(
