@@ -94,6 +94,15 @@ def test_the_fastest_right_configuration_is_chosen(tmp_path: Path) -> None:
     assert all(trial.forced.get("scan") != faster for trial in fake.timed)
 
 
+def test_beside_a_narrow_block_is_the_fastest_of_the_others(tmp_path: Path) -> None:
+    fake = FakeLab()
+    narrow, wide = {"num_warps": 4, "num_stages": 2, "block": 32}, {"num_warps": 8, "num_stages": 2, "block": 64}
+    fake.faster = quick("scan", 50, **narrow) | quick("scan", 70, **wide) | quick("map", 30, num_warps=8, num_stages=1)
+    table, _ = tuned(fake, tmp_path / "sm_90.json")
+    assert [(e.config, e.us) for e in table.kernels[:2]] == [(narrow, 50), (wide, 70)]
+    assert [e.us for e in table.kernels[2:]] == [30]
+
+
 def test_units_of_another_length_are_tuned_where_they_are_faster(tmp_path: Path) -> None:
     fake = FakeLab({"chunk": FORM})
     fake.faster = quick("chunk", 10, chunk=32)

@@ -158,7 +158,7 @@ def lookup(tables: Tables, names: dict[str, str]) -> Any:
     text = render("triton_tuned.py.j2", tuned=tables.kernels(names), tuned_table=tuned_table)
     exec("import functools, math\ntorch = __import__('torch')\n" + text, found)
     found["triton"] = SimpleNamespace(__version__="3.6.0")
-    return lambda *place: found["_measured"](found["_TUNED"], *place)
+    return lambda *place, **how: found["_measured"](found["_TUNED"], *place, **how)
 
 
 def test_the_nearest_place_counts() -> None:
@@ -193,6 +193,23 @@ def test_a_narrow_block_counts_where_it_was_measured_alone() -> None:
     assert at("a_kernel", (64, 64, 128), 2, 128, 90) == {}
     assert at("a_kernel", (64, 64, 64), 2, 128, 80) == {}
     assert at("b_kernel", (64, 64, 64), 2, 128, 90) == {}  # another Triton
+
+
+def test_where_a_narrow_block_does_not_count_a_wider_one_does() -> None:
+    narrow, wide = {"num_stages": 3, "block": 32}, {"num_stages": 1, "block": 64}
+    both = [replace(entry("k", **config), triton="3.6.0") for config in (wide, narrow)]
+    at = lookup(Tables({90: Table("sm_90", both)}), {"a_kernel": "k"})
+    assert at("a_kernel", (64, 64, 64), 2, 128, 90) == narrow
+    assert at("a_kernel", (64, 64, 64), 2, 128, 90, narrow=False) == wide
+    assert at("a_kernel", (64, 64, 128), 2, 128, 90) == wide
+    assert at("a_kernel", (64, 64, 64), 2, 128, 80) == wide
+
+
+def test_a_place_is_measured_anew_with_all_its_entries() -> None:
+    old = [entry("k", block=32), entry("k", block=64), entry("l", block=32)]
+    new = [entry("k", block=64, num_stages=2)]
+    assert Table("sm_90", old).merge(Table("sm_90", new)).kernels == [old[2], *new]
+    assert Table("sm_90", new).merge(Table("sm_90", old)).kernels == old
 
 
 @pytest.fixture

@@ -66,8 +66,10 @@ def gathered(kernel: Kernel) -> Kernel:
     new = _in_gradients(kernel, tiles, new.keys() - set(kernel.given)) | new
     if any(substitute(b, n, new) is not n for n in kernel.saves):
         return kernel
-    outputs = tuple((name, substitute(b, n, new)) for name, n in kernel.outputs)
-    return replace(kernel, outputs=outputs).giving(kernel.given)
+    stored = {n: substitute(b, n, new) for _, n in kernel.outputs}
+    program = kernel.program.with_outputs({name: stored.get(n, n) for name, n in kernel.program.outputs.items()})
+    outputs = tuple((name, stored[n]) for name, n in kernel.outputs)
+    return replace(kernel, program=program, outputs=outputs).giving(kernel.given)
 
 
 def _users(kernel: Kernel) -> dict[Node, list[Node]]:

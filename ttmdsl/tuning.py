@@ -8,6 +8,7 @@ A file is {"target": "sm_90", "kernels": [...], "chunks": [...], "excluded": [..
 
 - kernels: {"kernel": signature, "tiles": [sizes], "bytes": 2, "lanes": 128} is a place: the tokens of a unit and every
   dim, as padded; bytes of an input; sequences times heads. {"config": {...}} is what to launch with there, by CONFIG.
+  Where that has a narrow block, a second entry is for where it does not count.
 - chunks: the same with the signature of a whole form, where "tiles" are the dims alone, and {"config": {"chunk": 64}}.
 - excluded: configurations that were wrong or failed, with {"why": text, "triton": version}; never looked up at launch.
 """
@@ -58,6 +59,11 @@ class Entry:
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         return self.kernel, self.tiles, self.bytes, self.lanes
 
+    @property
+    def narrow(self) -> bool:
+        """Whether its blocks are such as count where they were found right alone."""
+        return self.config.get("block", 64) < 64
+
 
 @dataclass(slots=True)
 class Table:
@@ -69,11 +75,13 @@ class Table:
     excluded: list[Entry] = field(default_factory=list)
 
     def merge(self, other: Table) -> Table:
-        """Both; at one place the other's choice counts, and what either excludes stays excluded."""
-        kernels = {e.place: e for e in (*self.kernels, *other.kernels)}
-        chunks = {e.place: e for e in (*self.chunks, *other.chunks)}
+        """Both; at one place the other's choices count, and what either excludes stays excluded."""
+        kernels, chunks = (
+            [*(e for e in mine if e.place not in {e.place for e in theirs}), *theirs]
+            for mine, theirs in ((self.kernels, other.kernels), (self.chunks, other.chunks))
+        )
         excluded = {(*e.place, *sorted(e.config.items())): e for e in (*self.excluded, *other.excluded)}
-        return Table(self.target, list(kernels.values()), list(chunks.values()), list(excluded.values()))
+        return Table(self.target, kernels, chunks, list(excluded.values()))
 
     def to_json(self) -> str:
         """The file's text: an entry on each line."""

@@ -130,7 +130,7 @@ def launched(trial: Trial) -> Iterator[tuple[Any, dict[str, tuple[tuple[int, ...
     seen: dict[str, tuple[tuple[int, ...], int, int]] = {}
 
     def measured(
-        table: object, name: str, tiles: tuple[int, ...], width: int, lanes: int, gpu: int, within: float = 1.0
+        table: object, name: str, tiles: tuple[int, ...], width: int, lanes: int, gpu: int, **_: object
     ) -> dict[str, int]:
         seen[name] = (tiles, width, lanes)
         return dict(trial.forced.get(name, {}))

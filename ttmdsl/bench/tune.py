@@ -118,9 +118,9 @@ def _tuned(
             raise RuntimeError(f"its kernels as tuned, together: {wrong}")
         default = _microseconds(lab.times(tuned), name)
         chosen, excluded = _best(plain, name, entry, default, [{"chunk": n} for n in (32, 64, 128)], lab, settings)
-        yield f"{name}: {_line(chosen)}", Table(target, chunks=[chosen], excluded=excluded)
-        if chosen.config != entry.config:
-            tuned = yield from _kernels(Trial(case, {name: chosen.config}), target, settings, lab, late)
+        yield f"{name}: {_line(chosen[0])}", Table(target, chunks=chosen, excluded=excluded)
+        if chosen[0].config != entry.config:
+            tuned = yield from _kernels(Trial(case, {name: chosen[0].config}), target, settings, lab, late)
 
 
 def _kernels(
@@ -135,8 +135,8 @@ def _kernels(
         if base.get(name, 0.0) > settings.negligible * sum(base.values()):
             default, configs = _microseconds(lab.times(plain), name), candidates(kernels[name])
             chosen, excluded = _best(plain, name, kernels[name], default, configs, lab, settings)
-            found[name] = chosen.config
-            yield f"{name}: {_line(chosen)}", Table(target, kernels=[chosen], excluded=excluded)
+            found[name] = chosen[0].config
+            yield f"{name}: {_line(chosen[0])}", Table(target, kernels=chosen, excluded=excluded)
     return Trial(plain.case, {**plain.forced, **found})
 
 
@@ -157,11 +157,12 @@ def candidates(entry: Entry) -> list[Config]:
 
 def _best(
     plain: Trial, name: str, entry: Entry, default: float, configs: Sequence[Config], lab: Lab, settings: Settings
-) -> tuple[Entry, list[Entry]]:
-    """The fastest of the configurations that are right, and those that are not. `default`: microseconds of the entry's
-    own."""
+) -> tuple[list[Entry], list[Entry]]:
+    """The fastest of the configurations that are right, and where that is for here alone the fastest of the others;
+    then those that are not right. `default`: microseconds of the entry's own."""
     trials = [Trial(plain.case, {**plain.forced, name: config}) for config in configs if config != entry.config]
-    best, excluded = replace(entry, us=default, default_us=default), []
+    own = replace(entry, us=default, default_us=default)
+    found, excluded = [own], []
     for trial, why in zip(trials, lab.check(trials), strict=True):
         config = dict(trial.forced[name])
         try:
@@ -171,9 +172,11 @@ def _best(
         except RuntimeError as error:
             excluded.append(replace(entry, config=config, why=str(error)[:200]))
             continue
-        if us < min(best.us, (1 - settings.margin) * default):
-            best = replace(best, config=config, us=us)
-    return best, excluded
+        if us < (1 - settings.margin) * default:
+            found.append(replace(own, config=config, us=us))
+    found.sort(key=lambda e: e.us)
+    wide = [e for e in found if not e.narrow]
+    return [found[0], *(wide[:1] if found[0].narrow else [])], excluded
 
 
 def _microseconds(times: Times, name: str) -> float:
