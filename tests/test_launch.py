@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,10 +17,11 @@ from ttmdsl.drawing import Shape, draw
 
 
 class Kernel:
-    """A kernel as Triton has them, which runs nothing and keeps what it was called with, by name."""
+    """A kernel, and what Triton makes of it, which runs nothing and keeps what it was called with, by name."""
 
     def __init__(self, name: str, arguments: list[str], compiles: bool = True) -> None:
-        self.fn, self.arg_names, self.compiles = SimpleNamespace(__name__=name), arguments, compiles
+        self.name, self.arg_names, self.compiles = name, arguments, compiles
+        self.jit = self
         self.looked_up: list[dict[str, Any]] = []
         self.direct: list[dict[str, Any]] = []
 
@@ -164,7 +164,7 @@ def absent(module: Any, use: Callable[[torch.Tensor, dict[str, torch.Tensor] | N
     found: set[str] = set()
 
     def launch(place: Any, kernel: Any, pointers: tuple[torch.Tensor | None, ...], keep: bool) -> None:
-        names = module.KERNEL_POINTERS[kernel.fn.__name__]
+        names = module.KERNEL_POINTERS[kernel.name]
         found.update(name for name, t in zip(names, pointers, strict=True) if t is None)
 
     with mock.patch.object(module._Schedule, "launch", launch):
@@ -179,7 +179,7 @@ def what_a_backward_pass_is_done_with_is_freed() -> None:
     alive: list[set[str]] = []
 
     def launch(place: Any, kernel: Any, pointers: tuple[torch.Tensor | None, ...], keep: bool) -> None:
-        names = module.KERNEL_POINTERS[kernel.fn.__name__]
+        names = module.KERNEL_POINTERS[kernel.name]
         alive.append({name for each in seen for name, t in each.items() if t() is not None})
         given = {name: t for name, t in zip(names, pointers, strict=True) if name.endswith("_saved_ptr")}
         seen.append({name: weakref.ref(t) for name, t in given.items() if t is not None})

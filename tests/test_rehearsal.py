@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +20,7 @@ SHAPES = [Shape("", tokens=150, heads=2, state=False), Shape("", tokens=1, state
 
 def _what(known: Any, kernel: Any, grid: Any, pointers: Any, place: Any, meta: Any, options: Any) -> tuple[Any, ...]:
     kinds = [None if t is None else (t.dtype, t.shape, t.stride()) for t in (*pointers, *place)]
-    return known, (kernel.fn.__name__, grid, kinds, meta, options)
+    return known, (kernel.name, grid, kinds, meta, options)
 
 
 def launches(name: str, shape: Shape, train: bool, processors: int = 0) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -80,17 +83,51 @@ def waits() -> list[str]:
             happened.append("compiled")
             return ValueError("which the start will raise, too")
 
-    class Kernel:
+    class Jit:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *pointers, **constants: happened.append("started")
+
+    kernel = SimpleNamespace(name="_a_kernel", jit=Jit())
 
     sizes = (("d_k", 16), ("d_v", 16))
     schedule = module._Schedule("chunk", (0, 64), (0,), 2, sizes, torch.float32, torch.device("cpu"))
     schedule.compiling = {("this",): Slow()}
-    schedule.start(("this",), Kernel(), (1, 1), (), (), {}, {})
-    schedule.start(("this",), Kernel(), (1, 1), (), (), {}, {})
+    schedule.start(("this",), kernel, (1, 1), (), (), {}, {})
+    schedule.start(("this",), kernel, (1, 1), (), (), {}, {})
     return happened
 
 
 def test_a_start_waits_for_what_is_being_compiled(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(waits).result() == ["compiled", "started", "started"]
+
+
+def read_late(path: Path) -> tuple[set[str], set[str], float]:
+    """Which kernels Triton has read when a module is imported, and which once its file has become another, and `op` and
+    its backward pass have run; then how far gradients are from the torch backend's."""
+    path.write_text(Path(str(ttmdsl.load("mamba2").__file__)).read_text(encoding="utf-8"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("a_layer", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path.write_text("raise AssertionError\n" * 4000, encoding="utf-8")
+
+    def read() -> set[str]:
+        return {name for name, kernel in vars(module).items() if name.endswith("_kernel") and "jit" in vars(kernel)}
+
+    def gradients(backend: str) -> torch.Tensor:
+        x = {key: t.float().requires_grad_() for key, t in draw(module, Shape("", tokens=70, dims=(16,))).x.items()}
+        found = torch.autograd.grad(module.op(**x, backend=backend)[0].square().sum(), [*x.values()])
+        return torch.cat([g.flatten() for g in found])
+
+    before, own, other = read(), gradients("triton"), gradients("torch")
+    return before, read(), float((own - other).norm() / other.norm())
+
+
+def test_a_kernel_is_read_when_it_is_first_started_as_it_was_imported(
+    tmp_path: Path, interpreter: ProcessPoolExecutor
+) -> None:
+    before, after, error = interpreter.submit(read_late, tmp_path / "layer.py").result()
+    assert before == set()
+    assert after == {f"_chunk_{k}_kernel" for k in ("forward_scan", "backward_scan", "backward_1_1", "backward_1_2")}
+    assert error < 1e-5

@@ -155,11 +155,8 @@ def compile_kernels(job: Job) -> list[Resources]:
     name, consts = parse_variant(job.variant)
     module = load(name, **(dict(job.consts) | consts))
     sizes = sizes_of(module, (job.head,))
-    kernels = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, triton.runtime.jit.JITFunction) and name.endswith("_kernel")
-    }
+    found = {name: getattr(value, "jit", value) for name, value in vars(module).items() if name.endswith("_kernel")}
+    kernels = {name: value for name, value in found.items() if isinstance(value, triton.runtime.jit.JITFunction)}
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     return [_compile(job, module, name, kernel, sizes) for name, kernel in kernels.items()]

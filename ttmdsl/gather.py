@@ -23,13 +23,12 @@ from ttmdsl.kernels import Kernel
 Share: TypeAlias = tuple[float, tuple[Node, ...]]  # a number times factors, in the order of their ids
 Parts: TypeAlias = Sequence[tuple[Share, Node]]  # tiles that are added up, the first of them in a share of 1
 
-ONE: Share = (1.0, ())
 _FACTORED = frozenset({"neg", "mul", "expand"})
 _LINEAR = _FACTORED | {"add"}
 
 
 @dataclass(frozen=True)
-class Sum:
+class _Sum:
     """A vector: the sum over one axis of the product of two tiles, the vector's own axis renamed maybe. `shares` are
     those that it has in the expressions that it is an addend of."""
 
@@ -81,15 +80,15 @@ def _users(kernel: Kernel) -> dict[Node, list[Node]]:
     return users
 
 
-def _sums(kernel: Kernel) -> list[Sum]:
+def _sums(kernel: Kernel) -> list[_Sum]:
     """The sums of a kernel that go, each in one share, into expressions linear in them, and nowhere else."""
     users = _users(kernel)
-    found: dict[Node, Sum] = {}
+    found: dict[Node, _Sum] = {}
     for n in kernel.nodes:
         if n.op == "contract" and len(n.axes) == len(n.reduced) == 1 and all(len(a.axes) == 2 for a in n.args):
             value = users[n][0] if [u.op for u in users[n]] == ["rename"] else n
             if not {n, value} & set(kernel.given):
-                found[value] = Sum(value, n)
+                found[value] = _Sum(value, n)
     tied = depends_on(kernel.roots, found)
     wrong: set[Node] = set()
     for root, terms in _expressions(kernel, users, tied, set(found), axes=1):
@@ -126,21 +125,21 @@ def _in_order(factors: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(sorted(factors, key=lambda f: f.id))
 
 
-def _groups(sums: list[Sum]) -> list[tuple[Node, list[tuple[Share, Sum]]]]:
+def _groups(sums: list[_Sum]) -> list[tuple[Node, list[tuple[Share, _Sum]]]]:
     """Sums that share a tile, and how much more of each is added up than of the first; none is in two groups."""
-    groups: list[tuple[Node, list[tuple[Share, Sum]]]] = []
+    groups: list[tuple[Node, list[tuple[Share, _Sum]]]] = []
     left = sorted(sums, key=lambda s: (sum(len(factors) for _, factors in s.shares.values()), s.value.id))
     while left:
         base, *left = left
         ways = [(tile, [(share, s) for s in left if (share := _more(base, s, tile))]) for tile in base.product.args]
         tile, others = max(ways, key=lambda way: len(way[1]))
         if others:
-            groups.append((tile, [(ONE, base), *others]))
+            groups.append((tile, [((1.0, ()), base), *others]))
             left = [s for s in left if all(s is not other for _, other in others)]
     return groups
 
 
-def _more(base: Sum, other: Sum, tile: Node) -> Share | None:
+def _more(base: _Sum, other: _Sum, tile: Node) -> Share | None:
     """How much more is added up of another sum over the products of a tile than of this one, if everywhere the same."""
     alike = tile in other.product.args and base.product.reduced == other.product.reduced and base.names == other.names
     if not alike or base.shares.keys() != other.shares.keys():

@@ -8,7 +8,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   it, and saved for the backward pass.
 - Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
   at once and share the gradients of the inputs among them.
-- Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py).
+- Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py);
+  those of one kernel that share a tile are one, where they go the same ways (gather.py).
 - Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
   after the other, if these cost less, or if grids can split these alone: what a later one takes of an earlier one
   passes through memory (chains.py).
