@@ -166,7 +166,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
 
 
 def _gathered(kernel: Kernel, weight: Weight) -> Kernel:
-    """The kernel with sums that share a tile found at once, where that keeps no more tiles alive."""
+    """The kernel with sums that share a tile found at once, where that keeps no more tiles alive, to half a tile."""
     found = gathered(kernel)
     return found if alive(found, weight) < alive(kernel, weight) + 0.5 else kernel
 
