@@ -307,9 +307,7 @@ def launches_on_a_small_device() -> list[tuple[str, int]]:
     module = ttmdsl.load("linear_attention")
     tried: list[tuple[str, int]] = []
 
-    class Kernel:
-        fn = SimpleNamespace(__name__=SCAN)
-
+    class Jit:
         def __getitem__(self, grid: Any) -> Any:
             def launch(*pointers: Any, **options: Any) -> None:
                 assert grid == ((64 // options["P_d_v"]), 2)
@@ -320,14 +318,15 @@ def launches_on_a_small_device() -> list[tuple[str, int]]:
 
             return launch
 
+    kernel = SimpleNamespace(name=SCAN, jit=Jit())
     original = module._measured
     module._measured = lambda *_, **__: {"block": 32, "num_stages": 3}
     try:
         schedule = module._schedule(
             "chunk", (0, 64), (0,), 2, (("d_k", 64), ("d_v", 64)), torch.float32, torch.device("cpu")
         )
-        schedule.launch(Kernel(), ())
-        schedule.launch(Kernel(), ())
+        schedule.launch(kernel, ())
+        schedule.launch(kernel, ())
     finally:
         module._measured = original
         module._fitting.clear()
