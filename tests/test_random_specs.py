@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from ttmdsl.strategies import compare, distinct
 from ttmdsl.testing import layer_specs
@@ -66,7 +66,7 @@ def test_found_in_kernels(name: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(found, FOUND[name], triton=True).result() == []
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(layer_specs())
 def test_every_drawn_spec_checks(text: str) -> None:
     from ttmdsl.check import check

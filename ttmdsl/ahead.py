@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable
 
-from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, is_large, is_matmul, is_product, nearest, reachable
+from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, is_large, is_matmul, is_product, nearest, reachable, users
 from ttmdsl.kernels import Kernel
 
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
@@ -85,15 +85,12 @@ def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
     by way of it alone (its dominator tree)."""
     roots, known = set(roots), set(given)
     order = reachable(roots, known)
-    users: dict[Node, list[Node]] = {}
-    for n in order:
-        for a in () if n in known else n.args:
-            users.setdefault(a, []).append(n)
+    taking = users(order, known)
     above: dict[Node, Node | None] = {}
     depth: dict[Node | None, int] = {None: 0}
     for n in reversed(order):
-        common: Node | None = None if n in roots else users[n][0]
-        for other in () if n in roots else users[n][1:]:
+        common: Node | None = None if n in roots else taking[n][0]
+        for other in () if n in roots else taking[n][1:]:
             x: Node | None = other
             while common is not x:
                 if common is None or x is None:

@@ -7,6 +7,7 @@ kernel. What was compiled before, from the same source by the same Triton, comes
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -147,7 +148,7 @@ def _as_compiler() -> None:
 
 def compile_kernels(job: Job) -> list[Resources]:
     """Compiles every kernel of the job, in this process."""
-    import triton  # before the module, which defines kernels only where Triton is in use
+    importlib.import_module("triton")  # before the module, which defines kernels only where Triton is in use
 
     from ttmdsl.drawing import sizes_of
     from ttmdsl.loader import load
@@ -155,8 +156,8 @@ def compile_kernels(job: Job) -> list[Resources]:
     name, consts = parse_variant(job.variant)
     module = load(name, **(dict(job.consts) | consts))
     sizes = sizes_of(module, (job.head,))
-    found = {name: getattr(value, "jit", value) for name, value in vars(module).items() if name.endswith("_kernel")}
-    kernels = {name: value for name, value in found.items() if isinstance(value, triton.runtime.jit.JITFunction)}
+    found = (value for value in vars(module).values() if isinstance(value, module._Kernel))
+    kernels = {kernel.name: kernel.jit for kernel in found if kernel.name.endswith("_kernel")}
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     return [_compile(job, module, name, kernel, sizes) for name, kernel in kernels.items()]

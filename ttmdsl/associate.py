@@ -36,7 +36,7 @@ class _Sums:
         for n in program.nodes:
             args = tuple(new[a] for a in n.args)
             made = n if args == n.args else self.b.remade(n, args)
-            new[n] = self.cheapest(made) if n not in self.needed and _sums_tiles(made) else made
+            new[n] = self.cheapest(made) if n not in self.needed and sums_tiles(made) else made
         self.program = program.with_outputs({k: new[v] for k, v in program.outputs.items()})
 
     def price(self, node: Node) -> int:
@@ -72,7 +72,7 @@ class _Sums:
                 yield dim, self.b.contract(a, self.b.contract(inner, rest, {over}), {dim})
 
 
-def _sums_tiles(node: Node) -> bool:
+def sums_tiles(node: Node) -> bool:
     """Whether a vector is a sum over one axis of a tile, or of the product of two."""
     summed = node.op in ("sum", "contract") and len(node.axes) == len(node.reduced) == 1
     return summed and all(len(a.axes) == 2 for a in node.args)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from ttmdsl.associate import sums_tiles
 from ttmdsl.builder import Builder, substitute
 from ttmdsl.ir import Node, addends, depends_on
 from ttmdsl.kernels import Kernel
@@ -65,33 +66,21 @@ def gathered(kernel: Kernel) -> Kernel:
     new = _in_gradients(kernel, tiles, new.keys() - set(kernel.given)) | new
     if any(substitute(b, n, new) is not n for n in kernel.saves):
         return kernel
-    stored = {n: substitute(b, n, new) for _, n in kernel.outputs}
-    program = kernel.program.with_outputs({name: stored.get(n, n) for name, n in kernel.program.outputs.items()})
-    outputs = tuple((name, stored[n]) for name, n in kernel.outputs)
-    return replace(kernel, program=program, outputs=outputs).giving(kernel.given)
-
-
-def _users(kernel: Kernel) -> dict[Node, list[Node]]:
-    """What takes each value of a kernel there."""
-    users: dict[Node, list[Node]] = {n: [] for n in kernel.nodes}
-    for n in kernel.nodes:
-        for a in () if n in kernel.given else n.args:
-            users[a].append(n)
-    return users
+    outputs = tuple((name, substitute(b, n, new)) for name, n in kernel.outputs)
+    return replace(kernel, outputs=outputs).giving(kernel.given)
 
 
 def _sums(kernel: Kernel) -> list[_Sum]:
     """The sums of a kernel that go, each in one share, into expressions linear in them, and nowhere else."""
-    users = _users(kernel)
-    found: dict[Node, _Sum] = {}
+    users, found = kernel.users, dict[Node, _Sum]()
     for n in kernel.nodes:
-        if n.op == "contract" and len(n.axes) == len(n.reduced) == 1 and all(len(a.axes) == 2 for a in n.args):
+        if n.op == "contract" and sums_tiles(n):
             value = users[n][0] if [u.op for u in users[n]] == ["rename"] else n
             if not {n, value} & set(kernel.given):
                 found[value] = _Sum(value, n)
     tied = depends_on(kernel.roots, found)
     wrong: set[Node] = set()
-    for root, terms in _expressions(kernel, users, tied, set(found), axes=1):
+    for root, terms in _expressions(kernel, tied, set(found), axes=1):
         for number, factors in terms:
             sums = [f for f in factors if f in found]
             share = number, tuple(f for f in factors if f not in found)
@@ -102,9 +91,7 @@ def _sums(kernel: Kernel) -> list[_Sum]:
     return [s for n, s in found.items() if n not in wrong]
 
 
-def _expressions(
-    kernel: Kernel, users: dict[Node, list[Node]], tied: set[Node], of: set[Node], axes: int
-) -> Iterable[tuple[Node, list[Share]]]:
+def _expressions(kernel: Kernel, tied: set[Node], of: set[Node], axes: int) -> Iterator[tuple[Node, list[Share]]]:
     """Values of a kernel linear in some of so many axes, as sums of products: those that are stored, or taken by what
     is not linear in these. `tied` is all that depends on any."""
     stored = set(kernel.roots)
@@ -117,7 +104,7 @@ def _expressions(
         return n in of or not (linear(n) or n.op in _FACTORED)
 
     for n in kernel.nodes:
-        if linear(n) and (n in stored or not all(map(linear, users[n]))):
+        if linear(n) and (n in stored or not all(map(linear, kernel.users[n]))):
             yield n, [(c, _in_order(factors)) for c, factors in addends(n, whole)]
 
 
@@ -174,7 +161,7 @@ def _in_gradients(kernel: Kernel, tiles: list[tuple[Node, Parts]], changed: set[
     b, single = kernel.program.builder, {tile for _, parts in tiles for _, tile in parts}
     tied, otherwise = depends_on(kernel.roots, single), depends_on(kernel.roots, changed)
     new: dict[Node, Node] = {}
-    for root, terms in _expressions(kernel, _users(kernel), tied, single, axes=2):
+    for root, terms in _expressions(kernel, tied, single, axes=2):
         found = terms
         for total, parts in tiles:
             found = _by_way_of(found, total, parts)

@@ -264,6 +264,16 @@ def nearest(node: Node, wanted: Callable[[Node], bool], skipped: Callable[[Node]
     return found
 
 
+def users(nodes: Iterable[Node], given: Container[Node] = ()) -> dict[Node, list[Node]]:
+    """What takes each of some values, among them; what is given takes none."""
+    nodes = list(nodes)
+    found: dict[Node, list[Node]] = {n: [] for n in nodes}
+    for n in nodes:
+        for a in () if n in given else n.args:
+            found[a].append(n)
+    return found
+
+
 def depends_on(
     roots: Iterable[Node],
     sources: Iterable[Node],

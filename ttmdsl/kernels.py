@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ttmdsl.ir import Node, Program, Role, reachable
+from ttmdsl.ir import Node, Program, Role, reachable, users
 
 Kind = Literal["scan", "map"]
 
@@ -60,6 +60,11 @@ class Kernel:
     def nodes(self) -> list[Node]:
         """What this kernel computes or loads, operands first; saved values are loaded."""
         return reachable(self.roots, set(self.given))
+
+    @functools.cached_property
+    def users(self) -> dict[Node, list[Node]]:
+        """What takes each of these values there."""
+        return users(self.nodes, set(self.given))
 
     def leaves(self) -> list[Node]:
         """Leaves that this slice needs."""

@@ -158,17 +158,23 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     if apart:
         scans = _always(scans, y.values())
         scans += staged(read.giving((*saved, *(n for k in scans for n in k.saves))), weight)[1]
-    backward = [_gathered(k, weight) if k.kind == "map" else k for k in backward]
-    found = Plan(name, (*first, *scans), tuple(backward), parts, division)
+    found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), parts, division)
     found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if steep(form.forward) else found
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
 
-def _gathered(kernel: Kernel, weight: Weight) -> Kernel:
-    """The kernel with sums that share a tile found at once, where that keeps no more tiles alive, to half a tile."""
-    found = gathered(kernel)
-    return found if alive(found, weight) < alive(kernel, weight) + 0.5 else kernel
+def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:
+    """The same with sums that share a tile found at once, where that keeps no more tiles alive, to half a tile."""
+
+    def with_fewer_sums(k: Kernel) -> Kernel:
+        found = gathered(k) if k.kind == "map" else k
+        return found if alive(found, weight) < alive(k, weight) + 0.5 else k
+
+    found = [with_fewer_sums(k) for k in backward]
+    program, gradients = backward[0].program, {f"d:{name}": n for k in found for name, n in k.outputs}
+    program = program.with_outputs(program.outputs | gradients)
+    return [replace(k, program=program) for k in found]
 
 
 def _backward_programs(form: Form) -> list[tuple[Program, float]]:
