@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from concurrent.futures import Future, ProcessPoolExecutor
+import time
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,39 @@ def waits() -> list[str]:
 
 def test_a_start_waits_for_what_is_being_compiled(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(waits).result() == ["compiled", "started", "started"]
+
+
+def loads() -> tuple[int, bool]:
+    """How many kernels of two layers are loaded at once by threads that compile them, and whether they share a lock."""
+    modules = [ttmdsl.load(name) for name in ("mamba2", "swa")]
+    module, at_once, most = modules[0], [0], [0]
+
+    class Compiled:
+        @property
+        def run(self) -> None:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+            time.sleep(0.02)
+            at_once[0] -= 1
+
+    class Jit:
+        def warmup(self, **constants: Any) -> Compiled:
+            return Compiled()
+
+    kernels = [SimpleNamespace(name=f"_{n}_kernel", jit=Jit()) for n in range(8)]
+    about = "chunk", (0, 64), (0,), 2, (("d_k", 16), ("d_v", 16)), torch.float32, torch.device("cpu")
+    with mock.patch.object(module, "_hashing"), mock.patch.object(torch.cuda, "device"):
+        rehearsal = module._Rehearsal(*about)
+        rehearsal.threads = ThreadPoolExecutor(8)
+        for kernel in kernels:
+            rehearsal.start((kernel.name,), kernel, (1, 1), (), (), {}, {})
+        for future in rehearsal.compiling.values():
+            future.result()
+    return most[0], modules[0]._loading is modules[1]._loading
+
+
+def test_kernels_are_loaded_one_at_a_time(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(loads).result() == (1, True)
 
 
 def read_late(path: Path) -> tuple[set[str], set[str], float]:
