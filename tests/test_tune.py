@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from ttmdsl.bench import lab
+from ttmdsl.bench.clock import CpuClock
 from ttmdsl.bench.lab import GpuLab, Worker
 from ttmdsl.bench.subjects import Case
 from ttmdsl.bench.tune import Facts, Settings, Trial, candidates, tune
 from ttmdsl.errors import LoadError
-from ttmdsl.tuning import Entry, Table, read
+from ttmdsl.tuning import Entry, Table, read, without_gradients
 
 CASE = Case("delta_net", (8, 2048, 16, 64))
 SCAN = Entry(
@@ -198,32 +199,39 @@ def refuse(trial: Trial) -> None:
     raise ValueError("too large")
 
 
+def _lost(*_: object) -> bool:
+    return False
+
+
 def lose_the_device(trial: Trial) -> None:
-    raise ValueError("CUDA error: an illegal memory access was encountered")
+    CpuClock.usable = _lost  # type: ignore[method-assign]
+    raise ValueError(f"an illegal memory access was encountered\n{'For debugging consider ' * 20}")
 
 
 def tell_of_a_lost_device(trial: Trial) -> str:
-    return "check: T=67: CUDA error: an illegal memory access was encountered"
+    CpuClock.usable = _lost  # type: ignore[method-assign]
+    return "check: T=67: illegal memory access"
 
 
 def test_a_lost_process_is_what_is_wrong_with_a_trial() -> None:
-    worker = Worker(patience=20)
+    worker, trial = Worker(patience=20), Trial(replace(CASE, device="cpu"))
     try:
-        first = worker.ask(process, Trial(CASE))
+        first = worker.ask(process, trial)
         with pytest.raises(RuntimeError, match="ValueError: too large"):
-            worker.ask(refuse, Trial(CASE))
-        assert worker.ask(process, Trial(CASE)) == first
+            worker.ask(refuse, trial)
+        assert worker.ask(process, trial) == first
         with pytest.raises(RuntimeError, match="took its process down"):
-            worker.ask(crash, Trial(CASE))
-        second = worker.ask(process, Trial(CASE))
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            worker.ask(lose_the_device, Trial(CASE))
-        third = worker.ask(process, Trial(CASE))
-        assert "illegal" in worker.ask(tell_of_a_lost_device, Trial(CASE))
-        assert len({first, second, third, worker.ask(process, Trial(CASE))}) == 4
+            worker.ask(crash, trial)
+        second = worker.ask(process, trial)
+        with pytest.raises(RuntimeError, match="illegal memory access") as failed:
+            worker.ask(lose_the_device, trial)
+        assert len(str(failed.value)) < 240
+        third = worker.ask(process, trial)
+        assert "illegal" in worker.ask(tell_of_a_lost_device, trial)
+        assert len({first, second, third, worker.ask(process, trial)}) == 4
         worker.patience = 0.2
         with pytest.raises(RuntimeError, match="no answer within 0 s"):
-            worker.ask(hang, Trial(CASE))
+            worker.ask(hang, trial)
     finally:
         worker.stop()
 
@@ -242,16 +250,17 @@ def test_a_laboratory_without_a_gpu_says_so_for_every_trial() -> None:
     assert not any(process.is_alive() for process in processes)
 
 
-def interpreted(layer: str, forced: dict[str, dict[str, int]]) -> tuple[Any, str, str, bool]:
-    """In the process that interprets kernels: facts and checks of a trial, and whether the module is left as it was."""
+def interpreted(layer: str, forced: dict[str, dict[str, int]]) -> tuple[Any, str, list[str], bool]:
+    """In the process that interprets kernels: facts of a trial, what is wrong with it, where y is doubled also how far
+    it goes astray, and whether the module is left as it was."""
     trial = Trial(Case(layer, (1, 130, 1, 16), "float32", "cpu", "triton"), forced)
     module = trial.case.load()
     before = module._measured
-    found = lab.facts(trial), lab.check(trial)
+    found = lab.facts(trial), lab.check(trial) + lab.strayed(trial)
     right = module._triton
     module._triton = lambda *args: (lambda y, state: (2 * y, state))(*right(*args))
     try:
-        wrong = lab.check(trial)
+        wrong = [lab.check(trial), lab.strayed(trial)]
     finally:
         module._triton = right
     return *found, wrong, module._measured is before and not getattr(module, "_fitting", {})
@@ -261,7 +270,8 @@ def test_facts_and_checks_of_a_trial(interpreter: ProcessPoolExecutor) -> None:
     forced = {"chunk": {"chunk": 32}, "_chunk_forward_scan_kernel": {"num_warps": 1, "block": 16}}
     facts, right, wrong, clean = interpreter.submit(interpreted, "delta_net", forced).result()
     assert (right, clean) == ("", True)
-    assert wrong.startswith("check: y 1.0e+00")
+    assert wrong[0].startswith("check: y 1.0e+00")
+    assert wrong[1] == "130 tokens: 1.0e+00 from what it is by the rules"
     assert set(facts.forms) == {"chunk"}
     assert facts.forms["chunk"].config == {"chunk": 32}
     scan = facts.kernels["_chunk_forward_scan_kernel"]
@@ -269,15 +279,21 @@ def test_facts_and_checks_of_a_trial(interpreter: ProcessPoolExecutor) -> None:
     assert (scan.tiles, scan.bytes, scan.lanes) == ((32, 16, 16), 4, 1)
     assert scan.config == {"num_warps": 1, "num_stages": 3, "block": 16}
     assert not any(name.startswith("_token") for name in facts.kernels)  # it did not run
+    alone = facts.kernels[without_gradients("_chunk_forward_scan_kernel")]
+    assert alone.kernel == without_gradients(scan.kernel)
+    assert alone.config == scan.config  # as long as nothing else is asked for
 
 
 def test_a_configuration_that_found_no_room_is_said_to() -> None:
-    launches = {("_a_kernel", 1): ({"P_d": 64}, {"num_warps": 8, "num_stages": 2})}
+    launches = {("_a_kernel", 1, 90, True, True): ({"P_d": 64}, {"num_warps": 8, "num_stages": 2})}
     module = SimpleNamespace(_fitting=launches)
     asked = {"_a_kernel": {"num_warps": 8, "num_stages": 3, "block": 64}, "_b_kernel": {"num_warps": 4}}
     assert lab.refused(module, Trial(CASE, asked)) == "no room on the device: _a_kernel"
     asked["_a_kernel"] = {"num_warps": 8, "num_stages": 2, "block": 64}
     assert lab.refused(module, Trial(CASE, asked)) == ""
+    launches["_a_kernel", 1, 90, False, True] = {"P_d": 64}, {"num_warps": 4, "num_stages": 1}
+    asked[without_gradients("_a_kernel")] = {"num_warps": 4, "num_stages": 2}
+    assert lab.refused(module, Trial(CASE, asked)) == "no room on the device: _a_kernel without gradients"
 
 
 def test_facts_of_a_layer_in_kernel_form(interpreter: ProcessPoolExecutor) -> None:

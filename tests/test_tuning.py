@@ -20,7 +20,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.errors import LoadError
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.tuning import Entry, Table, Tables, digest, files, read, read_all, signature, tuned_table
+from ttmdsl.tuning import Entry, Table, Tables, digest, files, read, read_all, signature, tuned_table, without_gradients
 
 SCAN = "_chunk_forward_scan_kernel"
 
@@ -95,8 +95,8 @@ def test_the_shipped_tables_hold() -> None:
     assert all(path.name == f"{read(path).target}.json" for path in files([SHIPPED]))
 
 
-MEASURED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa abc".split()
-IN_GROUPS = "trellis titans_linear omega_linear".split()
+MEASURED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa abc ttt_mlp omega_net".split()
+IN_GROUPS = "trellis titans_linear omega_linear titans".split()
 
 
 def test_every_entry_of_the_shipped_tables_is_for_some_kernel() -> None:
@@ -135,7 +135,9 @@ def ttmdsl_signatures(text: str) -> dict[str, str]:
     from ttmdsl.emit_triton import write_forms
 
     lowered = run(text, "", {}, Options(cache=Path()), after="lower").done["lower"]
-    return {k.name: k.signature for form in write_forms(lowered) for k in form.kernels()}
+    return {
+        name: known for form in write_forms(lowered) for k in form.kernels() for name, known in k.signatures.items()
+    }
 
 
 def test_kernels_of_a_layer_have_signatures_of_their_own() -> None:
@@ -280,6 +282,32 @@ def test_launches_take_what_the_table_says(tuned: Path, interpreter: ProcessPool
         assert found["P_d_v"] == config.get("block", 32)
         assert found["num_warps"] == config.get("num_warps", 4)
         assert found["num_stages"] == config.get("num_stages", 3)
+
+
+def warps(folder: str) -> list[int]:
+    """In the process that interprets kernels: of a scan and of a map, with gradients and without."""
+    import os
+
+    import torch
+
+    os.environ["TTM_TUNED_DIR"] = folder
+    try:
+        choices = ttmdsl.load("gated_delta_net")._choices
+        place = {"d_k": 64, "d_v": 64}, "chunk", torch.bfloat16, 64, 128, 90
+        kernels = SCAN, "_chunk_forward_free_kernel"
+        return [next(choices(name, *place, keep))[1]["num_warps"] for name in kernels for keep in (True, False)]
+    finally:
+        del os.environ["TTM_TUNED_DIR"]
+
+
+def test_a_scan_that_stores_no_states_has_entries_of_its_own(tuned: Path, interpreter: ProcessPoolExecutor) -> None:
+    known = signatures("gated_delta_net")["KERNEL_SIGNATURES"]
+    assert without_gradients("_chunk_forward_free_kernel") not in known  # it stores the same
+    with_them = [entry(known[SCAN], num_warps=8), entry(known["_chunk_forward_free_kernel"], num_warps=8)]
+    write(tuned, Table("sm_90", with_them))
+    assert interpreter.submit(warps, str(tuned)).result() == [8, 8, 8, 8]
+    write(tuned, Table("sm_90", [*with_them, entry(known[without_gradients(SCAN)], num_warps=2)]))
+    assert interpreter.submit(warps, str(tuned)).result() == [8, 2, 8, 8]
 
 
 def test_kernels_ahead_of_time_take_what_the_table_says(tuned: Path) -> None:

@@ -19,7 +19,7 @@ from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
-from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table
+from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table, without_gradients
 from ttmdsl.write_kernel import KernelText, saved_name, write_map, write_scan, write_token_backward
 
 
@@ -163,6 +163,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     spec = lowered.rule.spec
     *chunks, token = write_forms(lowered)
     kernels = [k for form in (*chunks, token) for k in form.kernels()]
+    signatures = {name: known for k in kernels for name, known in k.signatures.items()}
     forms = _forms(lowered)
     form_signatures = {
         name: signature(name, [*f.forward.outputs.values(), *f.backward.outputs.values()])
@@ -177,7 +178,9 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         chunks=chunks,
         token=token,
         form_signatures=form_signatures,
-        tuned=tables.kernels({k.name: k.signature for k in kernels}),
+        signatures=signatures,
+        tuned=tables.kernels(signatures),
+        without_gradients=without_gradients,
         tuned_chunks=tables.chunks(form_signatures if lowered.batch == 1 else {}),
         tuned_table=tuned_table,
         ops=ops,

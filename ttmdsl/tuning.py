@@ -8,6 +8,7 @@ A file is {"target": "sm_90", "kernels": [...], "chunks": [...], "excluded": [..
 
 - kernels: {"kernel": signature, "tiles": [sizes], "bytes": 2, "lanes": 128} is a place: the tokens of a unit and every
   dim, as padded; bytes of an input; sequences times heads. {"config": {...}} is what to launch with there, by CONFIG.
+  A kernel that stores states where a backward pass may follow counts as another one where none does.
   Where that has a narrow block, a second entry is for where it does not count.
 - chunks: the same with the signature of a whole form, where "tiles" are the dims alone, and {"config": {"chunk": 64}}.
 - excluded: configurations that were wrong or failed, with {"why": text, "triton": version}; never looked up at launch.
@@ -198,6 +199,11 @@ def _entry(found: dict[str, Any]) -> Entry:
         if type(value) is not int or value not in CONFIG.get(name, ()):
             raise ValueError(f"config: expected one of {CONFIG.get(name, sorted(CONFIG))} for {name!r}, got {value!r}")
     return entry
+
+
+def without_gradients(name: str) -> str:
+    """What a kernel, or its signature, is called where no backward pass may follow, so that it stores no states."""
+    return f"{name} without gradients"
 
 
 # ---- signatures ---------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
-from ttmdsl.tuning import signature
+from ttmdsl.tuning import signature, without_gradients
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
@@ -96,6 +96,13 @@ class KernelText:
     def way(self) -> str:
         """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse."""
         return "map of tokens" if self.of_tokens else "reverse" if self.reverse else self.kind
+
+    @property
+    def signatures(self) -> dict[str, str]:
+        """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then."""
+        stores_less = not self.reverse and (self.keep or any("KEEP" in line for line in self.body))
+        own = {self.name: self.signature}
+        return own | {without_gradients(k): without_gradients(v) for k, v in own.items() if stores_less}
 
     def pointer(self, name: str, value: str, dtype: str) -> str:
         """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from queue import SimpleQueue
@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from ttmdsl.bench.clock import CudaClock
-from ttmdsl.bench.measure import verdict
+from ttmdsl.bench.clock import CudaClock, clock_for
+from ttmdsl.bench.measure import APART, verdict
 from ttmdsl.bench.subjects import Case, dims_at, own
 from ttmdsl.bench.tune import Facts, Times, Trial
 from ttmdsl.drawing import sizes_of
-from ttmdsl.tuning import CONFIG, Entry
+from ttmdsl.parity import relative_error, rms
+from ttmdsl.tuning import CONFIG, Entry, without_gradients
 
-PATIENCE = 120.0  # seconds that a trial may take, compilation included
+PATIENCE = 240.0  # seconds that a trial may take: the first ones of a deep memory do take 120, side by side
 
 
 class GpuLab:
@@ -83,11 +84,11 @@ class Worker:
             if not self._pipe.poll(self.patience):
                 self.stop()
                 raise RuntimeError(f"no answer within {self.patience:.0f} s")
-            failed, answer = self._pipe.recv()
+            failed, answer, usable = self._pipe.recv()
         except (EOFError, OSError):
             self.stop()
             raise RuntimeError("it took its process down") from None
-        if not _usable(str(answer)):  # a check tells of the errors that it met, and goes on
+        if not usable:
             self.stop()
         if failed:
             raise RuntimeError(answer)
@@ -102,22 +103,21 @@ class Worker:
             self._process = None
 
 
-def _usable(message: str) -> bool:
-    """Whether a process may go on after an error: not after one of the device, which lasts."""
-    return "CUDA error" not in message and "illegal" not in message and "misaligned" not in message
-
-
 def _serve(pipe: Any) -> None:
-    """Answers until nobody asks."""
+    """Answers until nobody asks; each time also whether the device still does, since some errors of it last."""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             function, trial = pipe.recv()
             try:
                 answer = False, function(trial)
             except Exception as error:  # whatever it is, it is the trial's
-                text = str(error).strip()
-                answer = True, f"{type(error).__name__}: {text[-160:]}"
-            pipe.send(answer)
+                answer = True, f"{type(error).__name__}: {_short(str(error).strip())}"
+            pipe.send((*answer, clock_for(torch.device(trial.case.device)).usable()))
+
+
+def _short(text: str) -> str:
+    """Its beginning and its end: what the device says stands first, what a compiler says last."""
+    return text if len(text) <= 200 else f"{text[:96]} ... {text[-96:]}"
 
 
 # ---- in such a process --------------------------------------------------------------------------------------
@@ -154,8 +154,40 @@ def _forget(module: Any) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _work(case: Case) -> Callable[[], object]:
-    return own(case, case.load(), "triton").both()
+def _works(case: Case) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A forward and backward pass, and a forward pass that none may follow."""
+    subject = own(case, case.load(), "triton")
+    return subject.both(), subject.only_forward()
+
+
+def _results(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """y, and all gradients."""
+    both, forward = _works(case)
+    return [forward()], [d for d in both() if d is not None]
+
+
+@functools.lru_cache(maxsize=1)
+def _by_the_rules(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    with launched(Trial(case)):
+        return _results(case)
+
+
+def strayed(trial: Trial) -> str:
+    """How far results of all tokens, of which `check` has a few, are from those by the rules, if too far."""
+    expected = _by_the_rules(trial.case)
+    with launched(trial):
+        errors = _errors(_results(trial.case), expected)
+    right = all(error <= APART for error in errors)
+    return "" if right else f"{trial.case.shape[1]} tokens: {max(errors):.1e} from what it is by the rules"
+
+
+def _errors(found: Iterable[Sequence[torch.Tensor]], expected: Iterable[Sequence[torch.Tensor]]) -> list[float]:
+    """Of everything, beside a tenth of the largest of its family at least."""
+    return [
+        relative_error(x.float(), y.float(), max(rms(t.float()) for t in wanted) / 10)
+        for got, wanted in zip(found, expected, strict=True)
+        for x, y in zip(got, wanted, strict=True)
+    ]
 
 
 def check(trial: Trial) -> str:
@@ -166,7 +198,10 @@ def check(trial: Trial) -> str:
 
 def refused(module: Any, trial: Trial) -> str:
     """Which of the configurations that the trial asks for found no room, so that others were launched."""
-    fitted = {key[0]: options for key, (_, options) in getattr(module, "_fitting", {}).items()}
+    fitted = {
+        name if keep or without_gradients(name) not in trial.forced else without_gradients(name): options
+        for (name, _, _, keep, *_), (_, options) in getattr(module, "_fitting", {}).items()
+    }
     lacking = [
         name
         for name, config in trial.forced.items()
@@ -176,9 +211,13 @@ def refused(module: Any, trial: Trial) -> str:
 
 
 def times(trial: Trial) -> Times:
-    """Microseconds of the module's own kernels."""
+    """Microseconds of the module's own kernels. RuntimeError where it goes astray."""
+    clock, wrong = CudaClock(), strayed(trial)
+    if wrong:
+        raise RuntimeError(wrong)
     with launched(trial) as (module, _):
-        found = CudaClock().kernels(_work(trial.case))
+        found, forward = map(clock.kernels, _works(trial.case))
+        found |= {without_gradients(name): us for name, us in forward.items()}
         return {name: us for name, us in found.items() if name in module.KERNEL_SIGNATURES}
 
 
@@ -188,7 +227,8 @@ def facts(trial: Trial) -> Facts:
 
     case = trial.case
     with launched(trial) as (module, seen):
-        own(case, module, "triton").both()()
+        for work in _works(case):
+            work()
         places = dict(seen)
         sizes = sizes_of(module, dims_at(module, case.shape[3]))
         gpu = module._capability(torch.device(case.device))
@@ -200,11 +240,12 @@ def facts(trial: Trial) -> Facts:
         kernels, forms = {}, {}
         for name, signature in module.KERNEL_SIGNATURES.items():
             if name in places:
-                constants, options = module.kernel_constants(name, sizes, case.torch_dtype, gpu)
+                kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k)))
+                constants, options = module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
                 # the rules let a thread have all registers that there are, as does a configuration that says nothing
                 config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
-                if name in module.KERNEL_BLOCKS:
-                    config["block"] = int(constants[module.KERNEL_BLOCKS[name]])
+                if kernel in module.KERNEL_BLOCKS:
+                    config["block"] = int(constants[module.KERNEL_BLOCKS[kernel]])
                 kernels[name] = entry(name, signature, config)
         for name, signature in module.FORM_SIGNATURES.items():
             if name in places:
