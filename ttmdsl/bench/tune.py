@@ -1,10 +1,11 @@
 """Which launch configuration is the fastest, kernel by kernel: the table that later compilations take it from.
 
 Input: `Case`s, and a `Lab` that knows this GPU. Output: a `Table`, written to its file whenever something was found.
-A configuration is timed only after outputs and all gradients agreed with float64 under it, and, of all tokens, with those
-by the rules; one that is wrong, or fails, is recorded as excluded. Every kernel that takes time comes by itself, the longest first, the others launched by the
-rules. Then other lengths of a unit, where the layer leaves them free: one that is faster by the rules than the kernels
-just tuned is taken, and its kernels are tuned, too. Touches no GPU itself: lab.py does.
+A configuration is timed only after outputs and all gradients agreed with float64 under it, and those of all tokens with
+what they are by the rules; one that is wrong, or fails, is recorded as excluded. Every kernel that takes time comes by
+itself, the longest first, the others launched by the rules. Then other lengths of a unit, where the layer leaves them
+free: one that is faster by the rules than the kernels just tuned is taken, and its kernels are tuned, too. Touches no
+GPU itself: lab.py does.
 """
 
 from __future__ import annotations
