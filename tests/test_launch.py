@@ -259,6 +259,34 @@ def tangents_are_not_dropped() -> None:
             module.op(**x, backend="triton")
 
 
+def kernels_stand_between_compiled_graphs() -> None:
+    for name in ("gated_delta_net", "swa"):
+        layer = ttmdsl.load(name).Layer(32, 2, backend="triton")
+        block = torch.nn.Sequential(torch.nn.Linear(32, 32), FirstOf(layer), torch.nn.Linear(32, 32))
+        x = torch.randn(2, 70, 32, requires_grad=True)
+        found = []
+        for call in (block, torch.compile(block, backend="aot_eager")):
+            y = call(x)
+            found.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected)
+        torch._dynamo.reset()
+        explained = torch._dynamo.explain(layer)(x)
+        assert explained.graph_count > 1
+        assert all("disable" in str(reason.reason) for reason in explained.break_reasons)
+
+
+class FirstOf(torch.nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -274,6 +302,7 @@ def tangents_are_not_dropped() -> None:
         many_heads_of_small_states_are_stepped_by_a_warp_each,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         tangents_are_not_dropped,
+        kernels_stand_between_compiled_graphs,
     ],
     ids=lambda case: case.__name__,
 )
