@@ -178,6 +178,16 @@ def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
     return difference / max(rms(expected), least) if max(rms(expected), least) > 0 else math.inf
 
 
+def family_errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """The relative error of every quantity of a family, by name, where `dtype` is that of the inputs; infinite where
+    there is only one of both."""
+    # what counts tokens is compared exactly: it says nothing of the other values' scale
+    scale = max((rms(t) for key, t in expected.items() if key not in _COUNTS), default=0.0)
+    least, both = _NOTHING[dtype] * scale, got.keys() & expected.keys()
+    names = {**expected, **got}
+    return {key: relative_error(got[key], expected[key], least) if key in both else math.inf for key in names}
+
+
 def _rows(
     backend: str,
     dtype: torch.dtype,
@@ -187,12 +197,7 @@ def _rows(
     lost: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[Row]:
     for family, wanted in expected.items():
-        # what counts tokens is compared exactly: it says nothing of the other values' scale
-        scale = max((rms(t) for key, t in wanted.items() if key not in _COUNTS), default=0.0)
-        least = _NOTHING[dtype] * scale
-        for key in {**wanted, **got[family]}:
-            both = key in wanted and key in got[family]
-            error = relative_error(got[family][key], wanted[key], least) if both else math.inf
+        for key, error in family_errors(got[family], wanted, dtype).items():
             most = _tolerance(dtype, key, lost)
             name = str(dtype).removeprefix("torch.")
             yield Row(backend, name, shape.label, key, error, most, error <= most, lost.get(key, 0.0))

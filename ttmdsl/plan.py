@@ -169,7 +169,7 @@ def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:
 
     def with_fewer_sums(k: Kernel) -> Kernel:
         found = gathered(k) if k.kind == "map" else k
-        return found if alive(found, weight) < alive(k, weight) + 0.5 else k
+        return found if found is not k and alive(found, weight) < alive(k, weight) + 0.5 else k
 
     found = [with_fewer_sums(k) for k in backward]
     program, gradients = backward[0].program, {f"d:{name}": n for k in found for name, n in k.outputs}

@@ -101,8 +101,10 @@ class KernelText:
     def signatures(self) -> dict[str, str]:
         """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then."""
         stores_less = not self.reverse and (self.keep or any("KEEP" in line for line in self.body))
-        own = {self.name: self.signature}
-        return own | {without_gradients(k): without_gradients(v) for k, v in own.items() if stores_less}
+        found = {self.name: self.signature}
+        if stores_less:
+            found[without_gradients(self.name)] = without_gradients(self.signature)
+        return found
 
     def pointer(self, name: str, value: str, dtype: str) -> str:
         """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""
