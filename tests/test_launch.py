@@ -94,7 +94,7 @@ def second_has_the_arguments_of_the_first() -> None:
     assert [second[n] for n in NAMES[:2]] == [t.data_ptr() for t in again]
     assert [second[n] for n in NAMES[2:]] == [first[n].data_ptr() for n in NAMES[2:]]
     assert [second[n] for n in ("grid", *CONSTANTS)] == [first[n] for n in ("grid", *CONSTANTS)]
-    assert first["grid"] == (2, 2)
+    assert first["grid"] == (2 * 2, 1)  # units, heads
     assert second["stream"] == 7
 
 
