@@ -34,11 +34,16 @@ def prologue(
     for n, found in sources.items():
         if n in large or n in saves:
             continue
-        # the products that a value needs are saved, unless it alone needs several of them
-        alone = len(found) > 1 and n.op != "rename" and all(uses[s] == 1 for s in found)
-        saves.update(dict.fromkeys([n] if alone else found))
+        # the products that a value needs are saved; or itself, if it alone needs them, and is as small: several, or weights
+        alone = n.op != "rename" and all(uses[s] == 1 for s in found)
+        smaller = len(found) > 1 or (len(found) == 1 and set(n.axes) <= set(TOKEN_AXES))
+        saves.update(dict.fromkeys([n] if alone and smaller else found))
     # a vector takes no room: it is saved where products are needed for it alone
     saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
+    if saves and not program.inner:  # sums over tokens, such as decays so far, take barriers
+        held = {*given, *saves, *chained}
+        rest = [n for n in chain if n not in saves]
+        saves.update((s, None) for n in rest for a in n.args for s in nearest(a, _sums_tokens, held.__contains__))
     return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
 
 
@@ -68,6 +73,13 @@ def scaled(node: Node, given: Container[Node] = ()) -> bool:
         return bool(dear) and all(map(running, dear))
     of_channels = len(node.axes) == 1 and node.axes[0] not in TOKEN_AXES
     return of_channels and not dear and any(map(of_tokens, nearest(node, of_tokens, given.__contains__)))
+
+
+def _sums_tokens(node: Node) -> bool:
+    """Whether a value is a sum over a unit's tokens, or over those so far, that takes no room: a number, or one for
+    each token."""
+    summed = node.op == "cumsum" or any(axis in TOKEN_AXES for axis in node.reduced)
+    return summed and len(node.axes) <= 1 and set(node.axes) <= set(TOKEN_AXES)
 
 
 def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
