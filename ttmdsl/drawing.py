@@ -25,7 +25,8 @@ class Shape:
 
     `cuts`: the sequence is fed in pieces that end there. `lengths`: sequences of those lengths, packed along T; `batch`
     and `tokens` do not count then. `state`: whether an initial state is given (it is in any case where the layer's
-    inputs do not tell its size). `final`: whether the final state is asked for.
+    inputs do not tell its size). `final`: whether the final state is asked for. `exact`: whether decays are as models
+    keep them (`kept_exact`).
     """
 
     label: str
@@ -37,6 +38,7 @@ class Shape:
     lengths: tuple[int, ...] = ()
     state: bool = True
     final: bool = True
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,12 @@ def dims_of(module: Any) -> dict[str, int]:
     """The layer's dims in order of appearance, with the size that a constant fixes, or 0."""
     shapes = [*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values(), *module.MEMORY.values()]
     return {dim: int(module.CONSTS.get(dim, 0)) for shape in shapes for dim in shape}
+
+
+def kept_exact(module: Any, name: str) -> bool:
+    """Whether a tensor is a head's decay, one number: summed over many tokens, models keep it in float32."""
+    axes = {**module.INPUTS, **module.GATES, **module.PARAMS}[name]
+    return module.RANGES[name] == "decay" and not axes
 
 
 def sizes_of(module: Any, dims: Sequence[int]) -> dict[str, int]:
@@ -130,7 +138,7 @@ def draw(
                 state[key] = _memory(drawn, module.INITIAL[key.removesuffix("_point")])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return Drawn(
-        {key: t.to(dtype) for key, t in x.items()},
+        {key: t.to(wide if shape.exact and kept_exact(module, key) else dtype) for key, t in x.items()},
         state and {key: t.to(wide) if t.is_floating_point() else t for key, t in state.items()},
         tuple(bounds) if shape.lengths else (),
     )

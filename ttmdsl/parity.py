@@ -164,8 +164,8 @@ def _quantities(drawn: Drawn, y: Tensor, final: Tensors, seed: int) -> dict[str,
 
 
 def rms(t: Tensor) -> float:
-    """The root of the mean square; 0 where there is nothing."""
-    return float(t.square().mean().sqrt()) if t.numel() else 0.0
+    """The root of the mean square, of values whose squares float32 does not hold, too; 0 where there is nothing."""
+    return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
 
 
 def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
@@ -254,15 +254,16 @@ def _steady(module: Any, shape: Shape, dtype: torch.dtype, device: torch.device,
 
 
 def _disturbed(drawn: Drawn, dtype: torch.dtype, seed: int) -> Drawn:
-    """The same values, in float64, each off by up to half a unit in the last place of the dtype."""
+    """The same values, in float64, each off by up to half a unit in the last place of its dtype, states in that of the
+    given one."""
     generator = torch.Generator().manual_seed(seed + 1)
 
-    def off(t: Tensor) -> Tensor:
+    def off(t: Tensor, dtype: torch.dtype) -> Tensor:
         noise = torch.rand(t.shape, generator=generator, dtype=torch.float64) - 0.5
         return t.double() * (1 + torch.finfo(dtype).eps * noise) if t.is_floating_point() else t
 
-    state = drawn.state and {key: off(t) for key, t in drawn.state.items()}
-    return Drawn({key: off(t) for key, t in drawn.x.items()}, state, drawn.bounds)
+    state = drawn.state and {key: off(t, dtype) for key, t in drawn.state.items()}
+    return Drawn({key: off(t, t.dtype) for key, t in drawn.x.items()}, state, drawn.bounds)
 
 
 def _tolerance(dtype: torch.dtype, key: str, lost: Mapping[str, float]) -> float:

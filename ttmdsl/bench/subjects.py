@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ttmdsl.aot import parse_variant
 from ttmdsl.bench.peers import Peer, peers_of
-from ttmdsl.drawing import dims_of, in_range, sizes_of
+from ttmdsl.drawing import dims_of, in_range, kept_exact, sizes_of
 
 DECODED = 64  # sequences that a decode step goes on with
 
@@ -94,9 +94,7 @@ def tensors(module: Any, case: Case, lead: tuple[int, ...] | None = None) -> dic
         if name in module.INPUTS and axes and name != "v":
             t = F.normalize(t, dim=-1)
         t = in_range(t, module.RANGES[name])
-        # a head's decay for a token, summed over many, is kept in float32, as models do
-        wide = module.RANGES[name] == "decay" and not axes
-        found[name] = (t if wide else t.to(case.torch_dtype)).requires_grad_()
+        found[name] = (t if kept_exact(module, name) else t.to(case.torch_dtype)).requires_grad_()
     return found
 
 
