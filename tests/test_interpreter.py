@@ -201,4 +201,5 @@ def inverse() -> tuple[list[float], bool]:
 def test_an_inverse_that_leaves_the_range_of_float16(interpreter: ProcessPoolExecutor) -> None:
     errors, large = interpreter.submit(inverse).result()
     assert large
-    assert max(errors) < 5e-3
+    assert errors[0] < 5e-3
+    assert errors[1] < 1e-5  # by substitution, in float32

@@ -250,6 +250,19 @@ def maps_of_tokens_alone_keep_four_warps_in_heads_of_128() -> None:
     assert {way for way, _ in maps.values()} == {"map", "map of tokens"}
 
 
+def reverse_scans_of_short_units_take_four_warps_and_scans_three_stages() -> None:
+    module = ttmdsl.load("omega_linear", b=64)
+    scans = {kernel: (way, alive) for kernel, (way, alive, *_) in module._KERNELS.items() if "_scan_" in kernel}
+    assert {way for way, _ in scans.values()} == {"scan", "reverse"}
+    for kernel, (way, alive) in scans.items():
+        for tokens in (32, 64):
+            tiles = {f"{letter}_{d}": 128 for d in ("d_k", "d_v") for letter in "NP"}
+            found = module._options(kernel, tiles, tokens, 128)
+            short = way == "reverse" and tokens < 64
+            assert found["num_warps"] == (8 if 2 * alive > module._ROOM[way] and not short else 4)
+            assert found["num_stages"] == 3
+
+
 def tangents_are_not_dropped() -> None:
     module = ttmdsl.load("delta_net")
     x = {key: t.float() for key, t in draw(module, Shape("", tokens=70, dims=(16,), state=False)).x.items()}
@@ -301,6 +314,7 @@ class FirstOf(torch.nn.Module):
         forward_scans_of_small_heads_round_to_tf32,
         many_heads_of_small_states_are_stepped_by_a_warp_each,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
+        reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,
         tangents_are_not_dropped,
         kernels_stand_between_compiled_graphs,
     ],

@@ -310,3 +310,22 @@ def test_weights_of_tokens_are_found_before_a_scan_that_would_take_several_produ
 
     assert before("titans_linear", {"b": 64.0}) == [("t", "s")]  # momentum's, and with them the scores
     assert before("mamba2", {}) == []  # one product, q k
+
+
+def test_weights_and_sums_over_tokens_are_found_in_the_kernel_before_a_scan_where_there_is_one() -> None:
+    def scan_takes(name: str) -> tuple[list[Node], list[Node]]:
+        forward = plan("chunk", forms(name, {})["chunk"]).forward
+        before = {n for k in forward if k.kind == "map" for n in k.saves}
+        scan = next(k for k in forward if k.kind == "scan")
+        weights = [n for n in scan.given if n.axes == ("t", "s") and n.op != "tri_inv"]
+        assert set(scan.given) <= before
+        return weights, [n for n in scan.nodes if n.op in ("cumsum", "exp2") and n not in scan.given]
+
+    (scores,), left = scan_takes("gated_delta_net")  # q k, decayed
+    assert scores.op == "mul"
+    assert any(n.op == "cumsum" for n in reachable([scores]))
+    assert left  # of vectors: those of tiles are in the scores
+    assert all(n.op == "exp2" and len(n.axes) < 2 for n in left)
+    (scores,), _ = scan_takes("delta_net")
+    assert scores.op == "mask"
+    assert not any(k.kind == "map" for k in plan("chunk", forms("mamba2", {})["chunk"]).forward)

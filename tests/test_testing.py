@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
 
+import ttmdsl
 from ttmdsl.drawing import Shape, draw, sizes_of
-from ttmdsl.parity import SHAPES, Row, parity, table
+from ttmdsl.parity import SHAPES, Row, parity, relative_error, table
 from ttmdsl.testing import check_layer, layer_inputs
 
 State = dict[str, Tensor]
@@ -209,3 +210,19 @@ def test_drawn_gates_reach_their_edges() -> None:
 
     collect()
     assert {0.0, -20.0} <= seen
+
+
+def test_decays_of_heads_are_drawn_as_models_keep_them() -> None:
+    module = ttmdsl.load("gla"), ttmdsl.load("mamba2")
+    for exact, kept in ((False, torch.bfloat16), (True, torch.float32)):
+        shape = Shape("", tokens=3, dims=(4,), exact=exact)
+        channels, head = (draw(m, shape, dtype=torch.bfloat16).x for m in module)
+        assert head["log_alpha"].dtype == kept
+        assert {t.dtype for key, t in (*channels.items(), *head.items()) if t is not head["log_alpha"]} == {
+            torch.bfloat16
+        }
+
+
+def test_an_error_of_values_whose_squares_float32_does_not_hold() -> None:
+    large = torch.tensor([1e30, -3e30])
+    assert relative_error(large * 1.5, large) == pytest.approx(0.5)

@@ -34,16 +34,15 @@ def prologue(
     for n, found in sources.items():
         if n in large or n in saves:
             continue
-        # the products that a value needs are saved; or itself, if it alone needs them, and is as small: several, or weights
+        # the products that a value needs are saved; or itself, if it alone needs them: several, or one for weights
         alone = n.op != "rename" and all(uses[s] == 1 for s in found)
-        smaller = len(found) > 1 or (len(found) == 1 and set(n.axes) <= set(TOKEN_AXES))
-        saves.update(dict.fromkeys([n] if alone and smaller else found))
+        weights = len(found) == 1 and set(n.axes) <= set(TOKEN_AXES)
+        saves.update(dict.fromkeys([n] if alone and (len(found) > 1 or weights) else found))
     # a vector takes no room: it is saved where products are needed for it alone
     saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
-    if saves and not program.inner:  # sums over tokens, such as decays so far, take barriers
+    if saves and not program.inner:  # a sum over tokens, such as decays so far, takes barriers in each unit of a chain
         held = {*given, *saves, *chained}
-        rest = [n for n in chain if n not in saves]
-        saves.update((s, None) for n in rest for a in n.args for s in nearest(a, _sums_tokens, held.__contains__))
+        saves.update((s, None) for n in chain for a in n.args for s in nearest(a, _sums_tokens, held.__contains__))
     return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
 
 

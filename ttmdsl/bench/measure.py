@@ -96,9 +96,9 @@ def verdict(module: Any, case: Case) -> tuple[float, str]:
     """The worst relative error of outputs, final states and gradients, and what misses, if anything does.
 
     At lengths of whole units, whose kernels need no masks, with states that are given and asked for and, with decays in
-    float32, as what is timed has them, without; at others; and for one token from a state, as in decoding. Without gradients the outputs must be the same. The oracle
-    is the reference where the torch backend is what is timed, else that backend in float64, which the tests hold to
-    the reference.
+    float32, as what is timed has them, without; at others; and for one token from a state, as in decoding. Without
+    gradients the outputs must be the same. The oracle is the reference where the torch backend is what is timed, else
+    that backend in float64, which the tests hold to the reference.
     """
     from ttmdsl.drawing import Shape
     from ttmdsl.parity import parity
