@@ -27,7 +27,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
         prelude=prelude,
         takes=[t.keyword for t in prelude.tensors],
         ends=[(past_name(spec.tensor(name)), spec.tensor(name).keyword) for name in prelude.history],
-        past=[(made.keyword, t.keyword, past_name(t), by) for made, t, by in prelude.past],
+        past=_past(prelude),
         stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if _stepped(t, prelude))],
         marks=[t.name for t in prelude.tensors if t.name in (FIRST, LAST)],
         firsts=[(made.keyword, t.keyword, t.kind == "param") for made, t in prelude.firsts],
@@ -37,6 +37,14 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
         batch=max(p.optimizer.batch for p in spec.passes),
         leader=next(t.keyword for t in spec.tensors if t.kind != "param"),
     )
+
+
+def _past(prelude: Prelude) -> list[tuple[str, str, dict[int, str]]]:
+    """Tensors that are taken some tokens ago: keyword, the state's key of the past, and what each number makes."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for made, tensor, by in prelude.past:
+        found.setdefault((tensor.keyword, past_name(tensor)), {})[by] = made.keyword
+    return [(keyword, key, ago) for (keyword, key), ago in found.items()]
 
 
 def _stepped(tensor: s.Tensor, prelude: Prelude) -> bool:
