@@ -147,13 +147,37 @@ def test_a_table_is_extended(tmp_path: Path) -> None:
 
 
 def test_the_budget_ends_it_and_what_was_found_is_kept(tmp_path: Path) -> None:
-    moments = iter([0.0, 1.0, 2.0, 11.0, 12.0, 13.0])
-    said: list[str] = []
-    path = tmp_path / "sm_90.json"
-    table = tune([CASE, CASE], "sm_90", path, Settings(10), FakeLab(), said.append, lambda: next(moments))
-    assert [e.kernel for e in table.kernels] == [SCAN.kernel]
-    assert said[1:] == ["delta_net 8,2048,16,64: no time left"] * 2
+    fake, said, path = FakeLab(), list[str](), tmp_path / "sm_90.json"
+    early, late = candidates(SCAN)[1], candidates(SCAN)[-1]
+    fake.faster = quick("scan", 60, **early) | quick("scan", 10, **late)
+    table = tune([CASE, CASE], "sm_90", path, Settings(10), fake, said.append, lambda: 2.0 * len(fake.timed))
+    assert [(e.kernel, e.us) for e in table.kernels] == [(SCAN.kernel, 60), (MAP.kernel, 50)]
+    assert said[2:] == ["delta_net 8,2048,16,64: no time left"] * 2
     assert read(path) == table
+
+
+def test_what_was_not_measured_is_left_to_the_rules(tmp_path: Path) -> None:
+    fake, said = FakeLab(), list[str]()
+    moments = iter([0.0, 1.0, 11.0, 12.0, 13.0])
+    table = tune([CASE], "sm_90", tmp_path / "a.json", Settings(10), fake, said.append, lambda: next(moments))
+    assert table == Table("sm_90")
+    assert said == ["delta_net 8,2048,16,64: no time left"]
+
+
+def test_kernels_are_measured_together_and_apart_where_that_goes_wrong(tmp_path: Path) -> None:
+    fake = FakeLab()
+    tuned(fake, tmp_path / "a.json")
+    assert len(fake.timed) == 1 + max(len(candidates(e)) for e in (SCAN, MAP)) - 1  # by the rules, and a round for each
+    assert any(len(trial.forced) == 2 for trial in fake.timed)
+    fake = FakeLab()
+    fake.faster = quick("map", 20, **candidates(MAP)[0])
+    fake.wrong, fake.broken = [dict(candidates(SCAN)[0])], [dict(candidates(SCAN)[1])]
+    table, _ = tuned(fake, tmp_path / "b.json")
+    assert [(e.kernel, e.us) for e in table.kernels] == [(SCAN.kernel, 100), (MAP.kernel, 20)]
+    assert [(e.kernel, e.config) for e in table.excluded] == [
+        (SCAN.kernel, candidates(SCAN)[0]),
+        (SCAN.kernel, candidates(SCAN)[1]),
+    ]
 
 
 def test_what_the_rules_get_wrong_is_said(tmp_path: Path) -> None:

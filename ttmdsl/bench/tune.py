@@ -1,11 +1,11 @@
 """Which launch configuration is the fastest, kernel by kernel: the table that later compilations take it from.
 
 Input: `Case`s, and a `Lab` that knows this GPU. Output: a `Table`, written to its file whenever something was found.
-A configuration is timed only after outputs and all gradients agreed with float64 under it, and those of all tokens with
-what they are by the rules; one that is wrong, or fails, is recorded as excluded. Every kernel that takes time comes by
-itself, the longest first, the others launched by the rules. Then other lengths of a unit, where the layer leaves them
-free: one that is faster by the rules than the kernels just tuned is taken, and its kernels are tuned, too. Touches no
-GPU itself: lab.py does.
+A configuration is timed only after outputs and all gradients agreed with float64 under it, and those of all tokens
+with what they are by the rules; one that is wrong, or fails, is recorded as excluded. In one trial all kernels that
+take time are launched with the next configuration of each; where that goes wrong, each by itself. Then other lengths of
+a unit, where the layer leaves them free: one that is faster by the rules than the kernels just tuned is taken, and its
+kernels are tuned, too. Touches no GPU itself: lab.py does.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def _tuned(
         if wrong:
             raise RuntimeError(f"its kernels as tuned, together: {wrong}")
         default = _microseconds(lab.times(tuned), name)
-        chosen, excluded = _best(plain, name, entry, default, [{"chunk": n} for n in (32, 64, 128)], lab, settings)
+        lengths = _others(entry, [{"chunk": n} for n in (32, 64, 128)])
+        measured = _measured(plain, {name: lengths}, lab, late)[name]
+        chosen, excluded = _best(entry, default, lengths, measured, settings)
         yield f"{name}: {_line(chosen[0])}", Table(target, chunks=chosen, excluded=excluded)
         if chosen[0].config != entry.config:
             tuned = yield from _kernels(Trial(case, {name: chosen[0].config}), target, settings, lab, late)
@@ -129,17 +131,21 @@ def _tuned(
 def _kernels(
     plain: Trial, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
 ) -> Generator[tuple[str, Table], None, Trial]:
-    """What was found out about each kernel of a trial; returns the trial with all of them as they are fastest."""
+    """What was found out about each kernel of a trial, the longest first; returns the trial with all of them as they
+    are fastest."""
     base, kernels = lab.times(plain), lab.facts(plain).kernels
+    long = [name for name in kernels if base.get(name, 0.0) > settings.negligible * sum(base.values())]
+    configs = {name: _others(kernels[name], candidates(kernels[name])) for name in long}
+    measured = _measured(plain, configs, lab, late)
     found: dict[str, Config] = {}
-    for name in sorted(kernels, key=lambda name: -base.get(name, 0.0)):
-        if late():
-            raise RuntimeError("no time left")
-        if base.get(name, 0.0) > settings.negligible * sum(base.values()):
-            default, configs = _microseconds(lab.times(plain), name), candidates(kernels[name])
-            chosen, excluded = _best(plain, name, kernels[name], default, configs, lab, settings)
-            found[name] = chosen[0].config
-            yield f"{name}: {_line(chosen[0])}", Table(target, kernels=chosen, excluded=excluded)
+    for name in sorted(long, key=lambda name: -base[name]):
+        if all(what is None for what in measured[name]):
+            continue
+        chosen, excluded = _best(kernels[name], round(base[name], 1), configs[name], measured[name], settings)
+        found[name] = chosen[0].config
+        yield f"{name}: {_line(chosen[0])}", Table(target, kernels=chosen, excluded=excluded)
+    if late():
+        raise RuntimeError("no time left")
     return Trial(plain.case, {**plain.forced, **found})
 
 
@@ -158,25 +164,65 @@ def candidates(entry: Entry) -> list[Config]:
     return [*found, *fewer]
 
 
+def _others(entry: Entry, configs: Iterable[Config]) -> list[Config]:
+    """Those that are not what the entry has already."""
+    return [config for config in configs if config != entry.config]
+
+
+def _measured(
+    plain: Trial, configs: Mapping[str, Sequence[Config]], lab: Lab, late: Callable[[], bool]
+) -> dict[str, list[float | str | None]]:
+    """Microseconds of each configuration of kernels or forms, or what is wrong with it; None if no time was left.
+    RuntimeError if none was for any."""
+    found: dict[str, list[float | str | None]] = {name: [None] * len(ways) for name, ways in configs.items()}
+
+    def trial(numbers: Mapping[str, int]) -> Trial:
+        return Trial(plain.case, {**plain.forced, **{name: configs[name][i] for name, i in numbers.items()}})
+
+    def right(rounds: Sequence[Mapping[str, int]]) -> Iterator[Mapping[str, int]]:
+        """Those that are right; of the others what is, kernel by kernel."""
+        for numbers, why in zip(rounds, lab.check([trial(numbers) for numbers in rounds]), strict=True):
+            if not why:
+                yield numbers
+            else:
+                yield from blamed(numbers, why)
+
+    def blamed(numbers: Mapping[str, int], why: str) -> Iterator[Mapping[str, int]]:
+        """Each kernel by itself, where something is wrong with several; or the one that it is."""
+        if len(numbers) > 1:
+            yield from right([{name: i} for name, i in numbers.items()])
+        else:
+            for name, i in numbers.items():
+                found[name][i] = why
+
+    most = max(map(len, configs.values()), default=0)
+    waiting = list(right([{name: i for name, ways in configs.items() if i < len(ways)} for i in range(most)]))
+    while waiting and not late():
+        numbers = waiting.pop(0)
+        try:
+            times = lab.times(trial(numbers))
+        except RuntimeError as error:
+            waiting = [*blamed(numbers, str(error)), *waiting]
+        else:
+            for name, i in numbers.items():
+                found[name][i] = _microseconds(times, name)
+    if most and all(what is None for ways in found.values() for what in ways):
+        raise RuntimeError("no time left")
+    return found
+
+
 def _best(
-    plain: Trial, name: str, entry: Entry, default: float, configs: Sequence[Config], lab: Lab, settings: Settings
+    entry: Entry, default: float, configs: Sequence[Config], measured: Sequence[float | str | None], settings: Settings
 ) -> tuple[list[Entry], list[Entry]]:
     """The fastest of the configurations that are right, and where that is for here alone the fastest of the others;
     then those that are not right. `default`: microseconds of the entry's own."""
-    trials = [Trial(plain.case, {**plain.forced, name: config}) for config in configs if config != entry.config]
     own = replace(entry, us=default, default_us=default)
     found, excluded = [own], []
-    for trial, why in zip(trials, lab.check(trials), strict=True):
-        config = dict(trial.forced[name])
-        try:
-            if why:
-                raise RuntimeError(why)
-            us = _microseconds(lab.times(trial), name)
-        except RuntimeError as error:
-            excluded.append(replace(entry, config=config, why=str(error)[:200]))
-            continue
-        if us < (1 - settings.margin) * default:
-            found.append(replace(own, config=config, us=us))
+    for config, what in zip(configs, measured, strict=True):
+        if isinstance(what, str):
+            excluded.append(replace(entry, config=dict(config), why=what[:200]))
+        elif what is not None and what < (1 - settings.margin) * default:
+            found.append(replace(own, config=dict(config), us=what))
     found.sort(key=lambda e: e.us)
     wide = [e for e in found if not e.narrow]
     return [found[0], *(wide[:1] if found[0].narrow else [])], excluded
