@@ -179,30 +179,28 @@ def _measured(
     def trial(numbers: Mapping[str, int]) -> Trial:
         return Trial(plain.case, {**plain.forced, **{name: configs[name][i] for name, i in numbers.items()}})
 
-    def right(rounds: Sequence[Mapping[str, int]]) -> Iterator[Mapping[str, int]]:
-        """Those that are right; of the others what is, kernel by kernel."""
-        for numbers, why in zip(rounds, lab.check([trial(numbers) for numbers in rounds]), strict=True):
-            if not why:
-                yield numbers
-            else:
-                yield from blamed(numbers, why)
-
-    def blamed(numbers: Mapping[str, int], why: str) -> Iterator[Mapping[str, int]]:
-        """Each kernel by itself, where something is wrong with several; or the one that it is."""
+    def apart(numbers: Mapping[str, int], why: str) -> list[Mapping[str, int]]:
+        """Each kernel by itself, where something is wrong with several; of one it is noted."""
         if len(numbers) > 1:
-            yield from right([{name: i} for name, i in numbers.items()])
-        else:
-            for name, i in numbers.items():
-                found[name][i] = why
+            return [{name: i} for name, i in numbers.items()]
+        for name, i in numbers.items():
+            found[name][i] = why
+        return []
+
+    def right(rounds: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+        """Those that are right; of the others what is, kernel by kernel."""
+        answers = list(zip(rounds, lab.check([trial(numbers) for numbers in rounds]), strict=True))
+        others = [one for numbers, why in answers if why for one in apart(numbers, why)]
+        return [*(numbers for numbers, why in answers if not why), *(right(others) if others else [])]
 
     most = max(map(len, configs.values()), default=0)
-    waiting = list(right([{name: i for name, ways in configs.items() if i < len(ways)} for i in range(most)]))
+    waiting = right([{name: i for name, ways in configs.items() if i < len(ways)} for i in range(most)])
     while waiting and not late():
         numbers = waiting.pop(0)
         try:
             times = lab.times(trial(numbers))
         except RuntimeError as error:
-            waiting = [*blamed(numbers, str(error)), *waiting]
+            waiting = [*right(apart(numbers, str(error))), *waiting]
         else:
             for name, i in numbers.items():
                 found[name][i] = _microseconds(times, name)
