@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ttmdsl.ir import DECAYED, Axes
+from ttmdsl.ir import DECAYED, Axes, Program
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Division, Plan, carries, plan, walks_at
+from ttmdsl.replay import replay, replay_apart
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
@@ -23,12 +24,12 @@ from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table, without_gradi
 from ttmdsl.write_kernel import KernelText, saved_name, write_map, write_scan, write_token_backward
 
 
-def token_kernel(form: Form) -> Kernel:
+def token_kernel(program: Program) -> Kernel:
     """The forward kernel of the sequential form."""
-    y = tuple((k, v) for k, v in form.forward.outputs.items() if not k.startswith("carry:"))
-    kept = tuple(n.name for n in form.forward.leaves() if n.role == "carry")
-    carried, handed = tuple(carries(form.forward).items()), tuple(handed_on(form.forward).items())
-    return Kernel("_token_forward_kernel", "scan", form.forward, False, y, carried, kept, handed=handed)
+    y = tuple((k, v) for k, v in program.outputs.items() if not k.startswith("carry:"))
+    kept = tuple(n.name for n in program.carries())
+    carried, handed = tuple(carries(program).items()), tuple(handed_on(program).items())
+    return Kernel("_token_forward_kernel", "scan", program, False, y, carried, kept, handed=handed)
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,24 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
         found = plan(name, form, tokens, division)
         division = found.division
         texts.append(_form_texts(spec, found, weights(tokens)))
-    last = Form(regrouped(last.forward), regrouped(last.backward))
-    token = token_kernel(last)
-    backward = write_token_backward(spec, last, token.handed, "_token_backward_kernel")
+    token = token_kernel(regrouped(last.forward))
+    backward = _token_backward(spec, last)
     scan = write_scan(spec, token)
     texts.append(FormTexts("token", (scan,), (backward,), dict.fromkeys(token.keeps, "float32"), {}))
     return texts
+
+
+# tiles that a walk over tokens in reverse may keep alive and still gain by sums that it finds saved: those that spill
+# took longer with them (measured: benchmarks/NOTES.md)
+_SPARE = 6.5
+
+
+def _token_backward(spec: LayerSpec, form: Form) -> KernelText:
+    """The backward kernel of the sequential form."""
+    found = write_token_backward(spec, replay(form), "_token_backward_kernel")
+    if found.alive <= _SPARE:
+        return found
+    return write_token_backward(spec, replay_apart(form), "_token_backward_kernel")
 
 
 def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder, substitute
@@ -266,7 +266,7 @@ def cost(program: Program) -> float:
     """About how long a token takes, in operations on each element of a tile."""
     total = 0.0
     for n in program.nodes:
-        if _crosses(n):
+        if crosses(n):
             total += SUM * len(n.reduced) + 1
         elif n.op not in ("leaf", "expand", "neg", "const"):
             total += (0.0, VECTOR, 1.0)[min(len(n.axes), 2)]
@@ -285,32 +285,30 @@ def handed_on(program: Program) -> dict[Node, Node]:
     found = {}
     padding = PaddingAnalysis()
     for n in program.nodes:
-        if n in fixed and _crosses(n) and all(padding.of(n, x) == "zero" for x in n.axes):
+        if n in fixed and crosses(n) and all(padding.of(n, x) == "zero" for x in n.axes):
             end = substitute(program.builder, n, ends)
-            if not any(map(_crosses, set(reachable([end])) - inside)):
+            if not any(map(crosses, set(reachable([end])) - inside)):
                 found[n] = end
     return found
 
 
-def _crosses(node: Node) -> bool:
+def crosses(node: Node) -> bool:
     """Whether a value is a sum over an axis of a tile."""
     return node.op in REDUCING and len(node.axes) < 2 and any(len(a.axes) == 2 for a in node.args)
 
 
-def regrouped(program: Program) -> Program:
-    """The program with as little to compute on tiles as a few trials find; itself, where none is better."""
+def regrouped(program: Program, price: Callable[[Program], float] = cost) -> Program:
+    """The program with as little to compute on tiles, by its price, as a few trials find; itself, where none is less."""
     first = _Rewriter(program)
     shared = [n for n, terms in first.terms.items() if len(terms) > 1 and first.uses[n] > 1]
-    best, least, taken = program, cost(program), frozenset[Node]()
-
-    def attempt(rewriter: _Rewriter) -> None:
-        nonlocal best, least, taken
-        if (found := cost(rewriter.program)) < least:
-            best, least, taken = rewriter.program, found, rewriter.whole
-
-    attempt(first)
-    if shared:
-        attempt(_Rewriter(program, frozenset(shared)))
-    for node in shared if len(shared) <= MOST_TRIALS else ():
-        attempt(_Rewriter(program, taken ^ {node}))
+    best, least = program, price(program)
+    for taken in dict.fromkeys((frozenset[Node](), frozenset(shared))):
+        rewriter = _Rewriter(program, taken)
+        here = price(rewriter.program)
+        for node in shared if len(shared) <= MOST_TRIALS else ():
+            other = _Rewriter(program, rewriter.whole ^ {node})
+            if (found := price(other.program)) < here:
+                rewriter, here = other, found
+        if here < least:
+            best, least = rewriter.program, here
     return best

@@ -15,9 +15,8 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, base_dim, is_large, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, is_large, reachable
 from ttmdsl.kernels import Kernel, Kind
-from ttmdsl.lower import Form
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.plan import carries
 from ttmdsl.print_triton import (
@@ -31,11 +30,13 @@ from ttmdsl.print_triton import (
     store_token,
 )
 from ttmdsl.printer import Names
+from ttmdsl.replay import Replay
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
+from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature, without_gradients
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
@@ -88,6 +89,7 @@ class KernelText:
     again: list[str] = field(default_factory=list)
     ahead: list[Ahead] = field(default_factory=list)
     ahead_again: list[Ahead] = field(default_factory=list)
+    found: dict[str, Axes] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
     signature: str = ""
@@ -256,6 +258,11 @@ class KernelWriter:
         return before, [
             Ahead(name, self.printer.names.get(f"{name}_next"), self.loaded(n)) for n, name in found.items()
         ]
+
+    def found(self, node: Node) -> str:
+        """The pointer to where a walk over a segment leaves a value of every token for the walk in reverse."""
+        self.text.found[node.name] = node.axes
+        return self.text.pointer(f"{node.name}_found", f'found["{node.name}"]', "float32")
 
     def handed(self, values: Iterable[tuple[Node, Node]]) -> tuple[list[str], dict[str, Node]]:
         """Lines that find what follows from the carries alone, before a walk; what each unit leaves in its place."""
@@ -457,39 +464,44 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     return text
 
 
-def write_token_backward(spec: LayerSpec, form: Form, handed_on: Iterable[tuple[Node, Node]], name: str) -> KernelText:
-    """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse.
-    `handed_on`: what follows from the carries alone, as in the forward kernel."""
+def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelText:
+    """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
     text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
-    forward, backward = carries(form.forward), form.backward.outputs
+    forward, backward = carries(walks.again), walks.backward.outputs
     roots = list(backward.values())
-    text.signature = signature("token reverse", [*roots, *forward.values()])
-    printer = _printer(form.backward, spec, FULL)
-    nodes = reachable([*roots, *forward.values()])
+    text.signature = signature("token reverse", [*roots, *walks.again.outputs.values()])
+    printer = _printer(walks.backward, spec, FULL)
+    nodes = reachable([*roots, *walks.again.outputs.values()])
     writer = KernelWriter(spec, text, nodes, "token", printer)
     # the states of a segment once more: forward values have names of their own, as they belong to another loop
-    replay = TritonPrinter(form.forward.builder, printer.names, form.forward.unit, FULL)
+    replay = TritonPrinter(walks.again.builder, printer.names, walks.again.unit, FULL)
     replayer = KernelWriter(spec, text, nodes, "token", replay)
-    before, text.ahead_again = replayer.tokens(n for n in reachable(forward.values()) if n.op == "leaf")
-    states = {n.name: n for n in form.forward.leaves() if n.role == "carry"}
+    before, text.ahead_again = replayer.tokens(walks.again.leaves())
+    states = {n.name: n for n in (*walks.again.carries(), *walks.backward.carries())}
+    sums = [n for n in walks.backward.leaves() if n.role == "saved"]
     text.before += before
     for leaf_name, leaf in states.items():
         replay.text[leaf] = printer.names.get(leaf_name)
         text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', leaf, 'u * H + h')}")
         text.keep.append(writer.store_state("scratch", leaf, "slot", replay.text[leaf]))
-    found, handed = replayer.handed(handed_on)
+    found, handed = replayer.handed(handed_on(walks.again).items())
     text.again += found
-    text.keep += replay.emit([*(v for k, v in forward.items() if k in states), *handed.values()])
+    left = {n: walks.again.outputs[n.name] for n in sums}
+    text.keep += replay.emit([*(v for k, v in forward.items() if k in states), *handed.values(), *left.values()])
+    text.keep += [store_block(writer.found(n), "slot", n.axes, n.axes, replay.text[v]) for n, v in left.items()]
     new = {replay.text[states[k]]: replay.sanitized(v) for k, v in forward.items() if k in states}
     text.keep += _moved(printer.names, new | {k: replay.sanitized(v) for k, v in handed.items()})
     # in reverse
-    before, text.ahead = writer.tokens(n for n in reachable(roots) if n.op == "leaf")
+    before, text.ahead = writer.tokens(walks.backward.leaves())
     text.before += [line for line in before if line not in text.before]
-    for leaf in (n for n in reachable(roots) if n.role == "carry"):
+    for leaf in walks.backward.carries():
         printer.text[leaf] = printer.names.get(leaf.name)
         text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', leaf, 'slot')}")
+    for leaf in sums:
+        printer.text[leaf] = printer.names.get(leaf.name)
+        text.body.append(f"{printer.text[leaf]} = {load_block(writer.found(leaf), 'slot', leaf.axes, leaf.axes)}")
     variables: dict[str, str] = {}
-    ends = {k: form.backward.builder.leaf("cocarry", k, v.axes) for k, v in forward.items()}
+    ends = {k: walks.backward.builder.leaf("cocarry", k, v.axes) for k, v in forward.items()}
     for key, leaf in ends.items():
         variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
         text.before += writer.first_state(variables[key], "end", leaf, "n * H + h")

@@ -1,0 +1,56 @@
+"""What the backward pass of the sequential form finds again: the same gradients, and fewer sums on their way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_differentiate import LAYERS, forms
+from test_tile_sums import interpreter, sums
+
+from ttmdsl.builder import substitute
+from ttmdsl.ir import REDUCING, Program, depends_on, verify
+from ttmdsl.lower import Form
+from ttmdsl.plan import carries
+from ttmdsl.replay import Replay, replay, replay_apart
+
+
+def joined(walks: Replay) -> Program:
+    """The gradients alone, with what the first walk would have saved."""
+    builder = walks.again.builder
+    found = {n: walks.again.outputs[n.name] for n in walks.backward.leaves() if n.role == "saved"}
+    outputs = {k: substitute(builder, v, found) for k, v in walks.backward.outputs.items()}
+    return Program("token", walks.backward.dims, builder, outputs)
+
+
+@pytest.mark.parametrize(("name", "consts"), LAYERS, ids=lambda p: str(p))
+def test_layer(name: str, consts: dict[str, float]) -> None:
+    form = forms(name, consts)["token"]
+    for walks in (replay(form), replay_apart(form)):
+        verify(walks.again)
+        gradients = joined(walks)
+        value = interpreter(form.forward, form.backward, gradients, walks.again)
+        assert [*gradients.outputs] == [*form.backward.outputs]
+        assert {*carries(walks.again)} == {*carries(form.forward)}
+        carried = {f"carry:{k}": v for k, v in carries(walks.again).items()}
+        for old, new in ((form.forward.outputs, carried), (form.backward.outputs, gradients.outputs)):
+            for k, found in new.items():
+                assert found.axes == old[k].axes
+                torch.testing.assert_close(value(found), value(old[k]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "consts"), LAYERS, ids=lambda p: str(p))
+def test_no_sum_of_states_alone_is_left(name: str, consts: dict[str, float]) -> None:
+    backward = replay(forms(name, consts)["token"]).backward
+    roots, leaves = backward.outputs.values(), backward.leaves()
+    chained = depends_on(roots, [n for n in leaves if n.role in ("cot", "cocarry")])
+    free = depends_on(roots, [n for n in leaves if n.role in ("carry", "saved")]) - chained
+    assert not [n for n in free if n.op in REDUCING and len(n.axes) < 2]
+
+
+def test_lattice_takes_fewer_sums_in_reverse() -> None:
+    """Exact Lattice: the length of a column, what is read of it, its error and the length of the step are the first
+    walk's, which takes them anyway."""
+    form: Form = forms("lattice_dec", {})["token"]
+    walks, apart = replay(form), replay_apart(form)
+    assert (sums(walks.backward), sums(apart.backward)) == (5, 9)
+    assert sums(walks.again) == sums(apart.again)
