@@ -17,7 +17,7 @@ from ttmdsl.bench import lab
 from ttmdsl.bench.clock import CpuClock
 from ttmdsl.bench.lab import GpuLab, Worker
 from ttmdsl.bench.subjects import Case
-from ttmdsl.bench.tune import Facts, Settings, Trial, candidates, tune
+from ttmdsl.bench.tune import Facts, Settings, Trial, Verdict, candidates, tune
 from ttmdsl.errors import LoadError
 from ttmdsl.tuning import Entry, Table, read, without_gradients
 
@@ -31,7 +31,8 @@ FORM = Entry("chunk 6 products 2", (64, 64), 2, 128, {"chunk": 64}, triton="3.6"
 
 class FakeLab:
     """A GPU on which the scan takes 100 us, the map 50 us, and a negligible kernel 1 us, whatever their units, unless
-    `faster` says so; what `wrong` names is wrong, what `broken` names cannot be launched at all."""
+    `faster` says so; what `wrong` names is wrong, what `broken` names cannot be launched at all; what `crowded` names
+    finds no room, so that the rules' own is launched."""
 
     def __init__(self, forms: Mapping[str, Entry] | None = None) -> None:
         self.kernels = {"scan": SCAN, "map": MAP, "small": replace(MAP, kernel="chunk map 0 products 3")}
@@ -39,6 +40,8 @@ class FakeLab:
         self.faster: dict[tuple[str, tuple[tuple[str, int], ...]], float] = {}
         self.wrong: list[dict[str, int]] = []
         self.broken: list[dict[str, int]] = []
+        self.crowded: list[dict[str, int]] = []
+        self.asked: list[Trial] = []
         self.checked: list[Trial] = []
         self.timed: list[Trial] = []
 
@@ -47,9 +50,18 @@ class FakeLab:
         kernels = {name: replace(e, tiles=(chunk, *e.tiles[1:])) for name, e in self.kernels.items()}
         return Facts(kernels, self.forms)
 
-    def check(self, trials: Sequence[Trial]) -> list[str]:
-        self.checked += trials
-        return ["check: y 1.8e+00" if any(c in self.wrong for c in t.forced.values()) else "" for t in trials]
+    def check(self, trials: Sequence[Trial]) -> list[Verdict]:
+        self.asked += trials
+        return [self.verdict(trial) for trial in trials]
+
+    def verdict(self, trial: Trial) -> Verdict:
+        self.checked.append(trial)
+        if any(config in self.wrong for config in trial.forced.values()):
+            return Verdict("check: y 1.8e+00")
+        lacking = tuple(name for name, config in trial.forced.items() if config in self.crowded)
+        # the others were launched, and were right
+        self.checked.append(replace(trial, forced={k: v for k, v in trial.forced.items() if k not in lacking}))
+        return Verdict("no room on the device", lacking) if lacking else Verdict()
 
     def times(self, trial: Trial) -> Mapping[str, float]:
         assert trial in self.checked, "timed before it was checked"
@@ -95,6 +107,18 @@ def test_the_fastest_right_configuration_is_chosen(tmp_path: Path) -> None:
     assert all(trial.forced.get("scan") != faster for trial in fake.timed)
 
 
+def test_what_finds_no_room_says_nothing_about_the_kernels_beside_it(tmp_path: Path) -> None:
+    fake = FakeLab()
+    large, fast = {"num_warps": 4, "num_stages": 1, "block": 32}, {"num_warps": 2, "num_stages": 1}
+    fake.crowded = [large]
+    fake.faster = quick("scan", 10, **large) | quick("map", 30, **fast)
+    table, _ = tuned(fake, tmp_path / "sm_90.json")
+    assert [(e.config, e.why) for e in table.excluded] == [(large, "no room on the device")]
+    assert [e.us for e in table.kernels] == [100, 30]
+    assert Trial(CASE, {"scan": large, "map": fast}) in fake.asked
+    assert Trial(CASE, {"map": fast}) not in fake.asked
+
+
 def test_beside_a_narrow_block_is_the_fastest_of_the_others(tmp_path: Path) -> None:
     fake = FakeLab()
     narrow, wide = {"num_warps": 4, "num_stages": 2, "block": 32}, {"num_warps": 8, "num_stages": 2, "block": 64}
@@ -125,9 +149,9 @@ def test_units_of_another_length_have_to_beat_kernels_as_tuned(tmp_path: Path) -
 
 def test_kernels_that_fail_together_are_said_to(tmp_path: Path) -> None:
     class Quarrelling(FakeLab):
-        def check(self, trials: Sequence[Trial]) -> list[str]:
+        def check(self, trials: Sequence[Trial]) -> list[Verdict]:
             super().check(trials)
-            return ["check: y 1.0e+00" if len(trial.forced) > 1 else "" for trial in trials]
+            return [Verdict("check: y 1.0e+00" if len(trial.forced) > 1 else "") for trial in trials]
 
     table, said = tuned(Quarrelling({"chunk": FORM}), tmp_path / "sm_90.json")
     assert not table.chunks
@@ -182,7 +206,7 @@ def test_kernels_are_measured_together_and_apart_where_that_goes_wrong(tmp_path:
 
 def test_what_the_rules_get_wrong_is_said(tmp_path: Path) -> None:
     fake = FakeLab()
-    fake.check = lambda trials: ["check: grad k 3.0e-01"] * len(trials)  # type: ignore[method-assign]
+    fake.check = lambda trials: [Verdict("check: grad k 3.0e-01")] * len(trials)  # type: ignore[method-assign]
     said: list[str] = []
     table = tune([CASE], "sm_90", tmp_path / "sm_90.json", Settings(), fake, said.append)
     assert said == ["delta_net 8,2048,16,64: by the rules: check: grad k 3.0e-01"]
@@ -263,9 +287,9 @@ def test_a_lost_process_is_what_is_wrong_with_a_trial() -> None:
 def test_a_laboratory_without_a_gpu_says_so_for_every_trial() -> None:
     trials = [Trial(replace(CASE, device="cpu", backend="triton"), {"scan": {"num_warps": n}}) for n in (2, 4, 8)]
     with GpuLab(2) as found:
-        texts = found.check(trials)
-        assert len(texts) == 3
-        assert all("no attribute" in text for text in texts)  # of the part that is defined where Triton runs
+        verdicts = found.check(trials)
+        assert len(verdicts) == 3
+        assert all("no attribute" in verdict.wrong for verdict in verdicts)  # where Triton runs
         with pytest.raises(RuntimeError, match="no attribute"):
             found.facts(trials[0])
         with pytest.raises(RuntimeError, match="no attribute"):
@@ -280,11 +304,11 @@ def interpreted(layer: str, forced: dict[str, dict[str, int]]) -> tuple[Any, str
     trial = Trial(Case(layer, (1, 130, 1, 16), "float32", "cpu", "triton"), forced)
     module = trial.case.load()
     before = module._measured
-    found = lab.facts(trial), lab.check(trial) + lab.strayed(trial)
+    found = lab.facts(trial), lab.check(trial).wrong + lab.strayed(trial)
     right = module._triton
     module._triton = lambda *args: (lambda y, state: (2 * y, state))(*right(*args))
     try:
-        wrong = [lab.check(trial), lab.strayed(trial)]
+        wrong = [lab.check(trial).wrong, lab.strayed(trial)]
     finally:
         module._triton = right
     return *found, wrong, module._measured is before and not getattr(module, "_fitting", {})
@@ -312,12 +336,12 @@ def test_a_configuration_that_found_no_room_is_said_to() -> None:
     launches = {("_a_kernel", 1, 90, True, True): ({"P_d": 64}, {"num_warps": 8, "num_stages": 2})}
     module = SimpleNamespace(_fitting=launches)
     asked = {"_a_kernel": {"num_warps": 8, "num_stages": 3, "block": 64}, "_b_kernel": {"num_warps": 4}}
-    assert lab.refused(module, Trial(CASE, asked)) == "no room on the device: _a_kernel"
+    assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel",))
     asked["_a_kernel"] = {"num_warps": 8, "num_stages": 2, "block": 64}
-    assert lab.refused(module, Trial(CASE, asked)) == ""
+    assert lab.refused(module, Trial(CASE, asked)) == Verdict()
     launches["_a_kernel", 1, 90, False, True] = {"P_d": 64}, {"num_warps": 4, "num_stages": 1}
     asked[without_gradients("_a_kernel")] = {"num_warps": 4, "num_stages": 2}
-    assert lab.refused(module, Trial(CASE, asked)) == "no room on the device: _a_kernel without gradients"
+    assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel without gradients",))
 
 
 def test_facts_of_a_layer_in_kernel_form(interpreter: ProcessPoolExecutor) -> None:

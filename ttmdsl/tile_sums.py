@@ -298,7 +298,7 @@ def crosses(node: Node) -> bool:
 
 
 def regrouped(program: Program, price: Callable[[Program], float] = cost) -> Program:
-    """The program with as little to compute on tiles, by its price, as a few trials find; itself, where none is less."""
+    """The program with as little to compute on tiles, by its price, as a few trials find; else the program itself."""
     first = _Rewriter(program)
     shared = [n for n, terms in first.terms.items() if len(terms) > 1 and first.uses[n] > 1]
     best, least = program, price(program)

@@ -20,7 +20,7 @@ import torch
 from ttmdsl.bench.clock import CudaClock, clock_for
 from ttmdsl.bench.measure import APART, verdict
 from ttmdsl.bench.subjects import Case, dims_at, own
-from ttmdsl.bench.tune import Facts, Times, Trial
+from ttmdsl.bench.tune import Facts, Times, Trial, Verdict
 from ttmdsl.drawing import sizes_of
 from ttmdsl.parity import family_errors
 from ttmdsl.tuning import CONFIG, Entry, without_gradients
@@ -50,13 +50,14 @@ class GpuLab:
     def times(self, trial: Trial) -> Times:
         return self._workers[0].ask(times, trial)  # type: ignore[no-any-return]
 
-    def check(self, trials: Sequence[Trial]) -> list[str]:
-        def one(trial: Trial) -> str:
+    def check(self, trials: Sequence[Trial]) -> list[Verdict]:
+        def one(trial: Trial) -> Verdict:
             worker = self._free.get()
             try:
-                return str(worker.ask(check, trial))
+                answer: Verdict = worker.ask(check, trial)
+                return answer
             except RuntimeError as error:
-                return str(error)
+                return Verdict(str(error))
             finally:
                 self._free.put(worker)
 
@@ -185,24 +186,25 @@ def strayed(trial: Trial) -> str:
     return "" if worst <= APART else f"{case.shape[1]} tokens: {worst:.1e} from what it is by the rules"
 
 
-def check(trial: Trial) -> str:
+def check(trial: Trial) -> Verdict:
     """What is wrong with the trial's outputs and gradients."""
     with launched(trial) as (module, _):
-        return verdict(module, trial.case)[1] or refused(module, trial)
+        wrong = verdict(module, trial.case)[1]
+        return Verdict(wrong) if wrong else refused(module, trial)
 
 
-def refused(module: Any, trial: Trial) -> str:
+def refused(module: Any, trial: Trial) -> Verdict:
     """Which of the configurations that the trial asks for found no room, so that others were launched."""
     fitted = {
         name if keep or without_gradients(name) not in trial.forced else without_gradients(name): options
         for (name, _, _, keep, *_), (_, options) in getattr(module, "_fitting", {}).items()
     }
-    lacking = [
+    lacking = tuple(
         name
         for name, config in trial.forced.items()
         if any(fitted.get(name, config).get(key, value) != value for key, value in config.items())
-    ]
-    return f"no room on the device: {', '.join(lacking)}" if lacking else ""
+    )
+    return Verdict("no room on the device", lacking) if lacking else Verdict()
 
 
 def times(trial: Trial) -> Times:

@@ -57,14 +57,22 @@ class Trial:
     forced: Mapping[str, Config] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with a trial, or an empty string; with some of its kernels alone, if any are named."""
+
+    wrong: str = ""
+    kernels: tuple[str, ...] = ()
+
+
 class Lab(Protocol):
     """A GPU and the processes that use it."""
 
     def facts(self, trial: Trial) -> Facts:
         """RuntimeError where the trial fails."""
 
-    def check(self, trials: Sequence[Trial]) -> list[str]:
-        """For each what is wrong with it, or an empty string."""
+    def check(self, trials: Sequence[Trial]) -> list[Verdict]:
+        """One for each."""
 
     def times(self, trial: Trial) -> Times:
         """RuntimeError where the trial fails."""
@@ -111,12 +119,12 @@ def _tuned(
     if late():
         raise RuntimeError("no time left")
     plain = Trial(case)
-    wrong = lab.check([plain])[0]
+    wrong = lab.check([plain])[0].wrong
     if wrong:
         raise RuntimeError(f"by the rules: {wrong}")
     tuned = yield from _kernels(plain, target, settings, lab, late)
     for name, entry in lab.facts(plain).forms.items():
-        wrong = lab.check([tuned])[0]
+        wrong = lab.check([tuned])[0].wrong
         if wrong:
             raise RuntimeError(f"its kernels as tuned, together: {wrong}")
         default = _microseconds(lab.times(tuned), name)
@@ -151,7 +159,8 @@ def _kernels(
 
 def candidates(entry: Entry) -> list[Config]:
     """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim or
-    the kernel walks over one, fewer registers where a multiprocessor has room for one block more then."""
+    the kernel walks over one, fewer registers where a multiprocessor has room for one block more then, or ptxas may put
+    what a walk over tokens waits for in another order."""
     unit, way, *_ = entry.kernel.split()
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
@@ -160,7 +169,8 @@ def candidates(entry: Entry) -> list[Config]:
     found: list[Config] = [
         {"num_warps": w, "num_stages": s, **block} for w, s, block in itertools.product(warps, stages, blocks)
     ]
-    fewer = [{**config, "maxnreg": 168} for config in found if way == "map" and config["num_warps"] == 4]
+    registers = (168,) if way == "map" else (96, 128) if unit == "token" else ()
+    fewer = [{**config, "maxnreg": n} for config in found for n in registers if config["num_warps"] == 4]
     return [*found, *fewer]
 
 
@@ -189,9 +199,17 @@ def _measured(
 
     def right(rounds: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
         """Those that are right; of the others what is, kernel by kernel."""
-        answers = list(zip(rounds, lab.check([trial(numbers) for numbers in rounds]), strict=True))
-        others = [one for numbers, why in answers if why for one in apart(numbers, why)]
-        return [*(numbers for numbers, why in answers if not why), *(right(others) if others else [])]
+        others: list[Mapping[str, int]] = []
+        agreed: list[Mapping[str, int]] = []
+        for numbers, verdict in zip(rounds, lab.check([trial(numbers) for numbers in rounds]), strict=True):
+            if verdict.wrong and not verdict.kernels:
+                others += apart(numbers, verdict.wrong)
+                continue
+            for name in verdict.kernels:
+                found[name][numbers[name]] = verdict.wrong
+            rest = {name: i for name, i in numbers.items() if name not in verdict.kernels}
+            agreed += [rest] if rest else []
+        return [*agreed, *(right(others) if others else [])]
 
     most = max(map(len, configs.values()), default=0)
     waiting = right([{name: i for name, ways in configs.items() if i < len(ways)} for i in range(most)])
