@@ -102,7 +102,7 @@ IN_GROUPS = "trellis titans_linear omega_linear titans".split()
 def test_every_entry_of_the_shipped_tables_is_for_some_kernel() -> None:
     """A change to a plan may send kernels back to the rules unseen: then measure them again, or undo it."""
     found = [signatures(layer) for layer in MEASURED] + [signatures(layer, b=64) for layer in IN_GROUPS]
-    found.append(signatures("lattice_dec", b=64, project=0))
+    found += [signatures("lattice_dec"), signatures("lattice_dec", b=64, project=0)]
     known = {signature for names in found for signature in names["KERNEL_SIGNATURES"].values()}
     entries = [entry for path in files([SHIPPED]) for entry in read(path).kernels]
     assert {entry.kernel for entry in entries} <= known
@@ -195,6 +195,13 @@ def test_a_narrow_block_counts_where_it_was_measured_alone() -> None:
     assert at("a_kernel", (64, 64, 128), 2, 128, 90) == {}
     assert at("a_kernel", (64, 64, 64), 2, 128, 80) == {}
     assert at("b_kernel", (64, 64, 64), 2, 128, 90) == {}  # another Triton
+
+
+def test_fewer_registers_count_for_tiles_of_the_same_sizes() -> None:
+    fewer = {"num_warps": 4, "maxnreg": 96}
+    at = lookup(Tables({90: Table("sm_90", [entry("k", **fewer)])}), {"a_kernel": "k"})
+    assert at("a_kernel", (64, 64, 64), 2, 16, 80) == fewer
+    assert at("a_kernel", (64, 64, 128), 2, 128, 90) == {}
 
 
 def test_where_a_narrow_block_does_not_count_a_wider_one_does() -> None:
