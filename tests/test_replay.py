@@ -11,7 +11,7 @@ from ttmdsl.builder import substitute
 from ttmdsl.ir import REDUCING, Program, depends_on, verify
 from ttmdsl.lower import Form
 from ttmdsl.plan import carries
-from ttmdsl.replay import Replay, replay, replay_apart
+from ttmdsl.replay import Replay, replay
 
 
 def joined(walks: Replay) -> Program:
@@ -25,7 +25,7 @@ def joined(walks: Replay) -> Program:
 @pytest.mark.parametrize(("name", "consts"), LAYERS, ids=lambda p: str(p))
 def test_layer(name: str, consts: dict[str, float]) -> None:
     form = forms(name, consts)["token"]
-    for walks in (replay(form), replay_apart(form)):
+    for walks in (replay(form), replay(form, sums=False)):
         verify(walks.again)
         gradients = joined(walks)
         value = interpreter(form.forward, form.backward, gradients, walks.again)
@@ -51,6 +51,17 @@ def test_lattice_takes_fewer_sums_in_reverse() -> None:
     """Exact Lattice: the length of a column, what is read of it, its error and the length of the step are the first
     walk's, which takes them anyway."""
     form: Form = forms("lattice_dec", {})["token"]
-    walks, apart = replay(form), replay_apart(form)
+    walks, apart = replay(form), replay(form, sums=False)
     assert (sums(walks.backward), sums(apart.backward)) == (5, 9)
     assert sums(walks.again) == sums(apart.again)
+
+
+@pytest.mark.parametrize("name", ["atlas_linear", "atlas"])
+def test_newton_schulz_iterations_are_left_by_the_first_walk(name: str) -> None:
+    form = forms(name, {})["token"]
+    taken = [n for n in form.forward.nodes if n.op == "newton_schulz"]
+    assert [n for n in form.backward.nodes if n in taken]  # gradients take them
+    for sums in (True, False):
+        walks = replay(form, sums=sums)
+        assert not [n for n in walks.backward.nodes if n.op == "newton_schulz"]
+        assert sum(n.op == "newton_schulz" for n in walks.again.nodes) == len(taken)

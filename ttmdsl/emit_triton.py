@@ -14,7 +14,7 @@ from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Division, Plan, carries, plan, walks_at
-from ttmdsl.replay import replay, replay_apart
+from ttmdsl.replay import replay
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.templates import render
@@ -144,7 +144,7 @@ def _token_backward(spec: LayerSpec, form: Form) -> KernelText:
     found = write_token_backward(spec, replay(form), "_token_backward_kernel")
     if found.alive <= _SPARE:
         return found
-    return write_token_backward(spec, replay_apart(form), "_token_backward_kernel")
+    return write_token_backward(spec, replay(form, sums=False), "_token_backward_kernel")
 
 
 def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:

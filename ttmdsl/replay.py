@@ -2,8 +2,9 @@
 follows from them alone.
 
 Input: the sequential `Form`. Output: `Replay`, a program for either walk over the segment: forward, to find the states,
-and in reverse, for the gradients. Sums over tiles are what a token costs, and each waits for the one before it: those
-that no cotangent has a part in are left to the walk that takes most of them anyway.
+and in reverse, for the gradients. Sums over tiles are what a token costs, and each waits for the one before it; Newton-
+Schulz iterations cost more than all else. Those that no cotangent has a part in are left to the walk that takes most of
+them anyway.
 """
 
 from __future__ import annotations
@@ -18,52 +19,47 @@ from ttmdsl.tile_sums import SUM, cost, crosses, regrouped
 
 @dataclass(frozen=True)
 class Replay:
-    """`again`: the carries of a token, and the sums that it saves, by name. `backward`: its gradients, in which these
-    are leaves."""
+    """`again`: the carries of a token, and what it saves, by name. `backward`: its gradients, in which these are
+    leaves."""
 
     again: Program
     backward: Program
 
 
-def replay(form: Form) -> Replay:
-    """Both programs, made anew with few sums over tiles."""
+def replay(form: Form, sums: bool = True) -> Replay:
+    """Both programs, made anew with few sums over tiles. Without `sums` the first walk saves dearer values alone."""
     left: dict[Node, Node] = {}  # what the first walk leaves the second, in whatever terms it stands there: the leaf
-    backward = _given(form.backward, left)
-    backward = _given(regrouped(backward, lambda p: _price(p, left)), left)
+    backward = _given(form.backward, left, sums)
+    backward = _given(regrouped(backward, lambda p: _price(p, left, sums)), left, sums)
     b = backward.builder
     meant: dict[Node, Node] = {}
     for node, leaf in left.items():
         meant.setdefault(leaf, substitute(b, node, meant))
-    sums = {n.name: meant[n] for n in backward.leaves() if n.role == "saved"}
-    return Replay(regrouped(Program(backward.unit, backward.dims, b, {**_carried(form.forward), **sums})), backward)
-
-
-def replay_apart(form: Form) -> Replay:
-    """Both programs, where neither walk leaves the other anything but states."""
-    forward = regrouped(form.forward)
-    return Replay(forward.with_outputs(_carried(forward)), regrouped(form.backward))
+    saved = {n.name: meant[n] for n in backward.leaves() if n.role == "saved"}
+    return Replay(regrouped(Program(backward.unit, backward.dims, b, {**_carried(form.forward), **saved})), backward)
 
 
 def _carried(forward: Program) -> dict[str, Node]:
     return {k: v for k, v in forward.outputs.items() if k.startswith("carry:")}
 
 
-def _price(backward: Program, left: dict[Node, Node]) -> float:
+def _price(backward: Program, left: dict[Node, Node], sums: bool) -> float:
     """What both walks take for a way to find the gradients: for the first, the sums that only this one asks for."""
     asked = dict(left)
-    gradients = cost(_given(backward, asked))
+    gradients = cost(_given(backward, asked, sums))
     more = {leaf: node for node, leaf in asked.items() if leaf not in left.values()}
     return gradients + SUM * sum(map(crosses, more.values()))
 
 
-def _given(program: Program, left: dict[Node, Node]) -> Program:
-    """The program with leaves for its sums that follow from states, but from no cotangent."""
+def _given(program: Program, left: dict[Node, Node], sums: bool) -> Program:
+    """The program with leaves for what is saved: dear values, and sums, that follow from states and no cotangent."""
     b = program.builder.fork()
     roots, leaves = program.outputs.values(), program.leaves()
     chained = depends_on(roots, [n for n in leaves if n.role in ("cot", "cocarry")])
     of_states = depends_on(roots, [n for n in leaves if n.role in ("carry", "saved")]) - chained
     for node in program.nodes:
-        if node in of_states and node.op in REDUCING and len(node.axes) < 2:
-            leaf = left.setdefault(node, b.leaf("saved", f"sum_{len(set(left.values()))}", node.axes))
+        summed = sums and node.op in REDUCING and len(node.axes) < 2
+        if node in of_states and (summed or node.op == "newton_schulz"):
+            leaf = left.setdefault(node, b.leaf("saved", f"{node.op}_{len(set(left.values()))}", node.axes))
             left.setdefault(b.remade(node, tuple(substitute(b, a, left) for a in node.args)), leaf)
     return Program(program.unit, program.dims, b, {k: substitute(b, v, left) for k, v in program.outputs.items()})
