@@ -61,7 +61,7 @@ def test_newton_schulz_iterations_are_left_by_the_first_walk(name: str) -> None:
     form = forms(name, {})["token"]
     taken = [n for n in form.forward.nodes if n.op == "newton_schulz"]
     assert [n for n in form.backward.nodes if n in taken]  # gradients take them
-    for sums in (True, False):
-        walks = replay(form, sums=sums)
+    for saving in (True, False):
+        walks = replay(form, sums=saving)
         assert not [n for n in walks.backward.nodes if n.op == "newton_schulz"]
         assert sum(n.op == "newton_schulz" for n in walks.again.nodes) == len(taken)
