@@ -141,10 +141,9 @@ _SPARE = 6.5
 
 def _token_backward(spec: LayerSpec, form: Form) -> KernelText:
     """The backward kernel of the sequential form."""
-    found = write_token_backward(spec, replay(form), "_token_backward_kernel")
-    if found.alive <= _SPARE:
-        return found
-    return write_token_backward(spec, replay(form, sums=False), "_token_backward_kernel")
+    name = "_token_backward_kernel"
+    plain = write_token_backward(spec, replay(form, sums=False), name)
+    return plain if plain.alive > _SPARE else write_token_backward(spec, replay(form), name)
 
 
 def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:

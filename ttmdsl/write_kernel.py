@@ -69,7 +69,8 @@ class Ahead:
 
 @dataclass
 class KernelText:
-    """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state."""
+    """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state. `found`: what a
+    walk that finds a segment's states again leaves of every token, and its axes."""
 
     name: str
     doc: str

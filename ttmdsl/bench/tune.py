@@ -205,9 +205,9 @@ def _measured(
             if verdict.wrong and not verdict.kernels:
                 others += apart(numbers, verdict.wrong)
                 continue
-            for name in verdict.kernels:
-                found[name][numbers[name]] = verdict.wrong
             rest = {name: i for name, i in numbers.items() if name not in verdict.kernels}
+            for name in numbers.keys() - rest.keys():
+                found[name][numbers[name]] = verdict.wrong
             agreed += [rest] if rest else []
         return [*agreed, *(right(others) if others else [])]
 
