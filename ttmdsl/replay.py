@@ -53,13 +53,19 @@ def _price(backward: Program, left: dict[Node, Node], sums: bool) -> float:
 
 def _given(program: Program, left: dict[Node, Node], sums: bool) -> Program:
     """The program with leaves for what is saved: dear values, and sums, that follow from states and no cotangent."""
-    b = program.builder.fork()
     roots, leaves = program.outputs.values(), program.leaves()
     chained = depends_on(roots, [n for n in leaves if n.role in ("cot", "cocarry")])
     of_states = depends_on(roots, [n for n in leaves if n.role in ("carry", "saved")]) - chained
-    for node in program.nodes:
-        summed = sums and node.op in REDUCING and len(node.axes) < 2
-        if node in of_states and (summed or node.op == "newton_schulz"):
-            leaf = left.setdefault(node, b.leaf("saved", f"{node.op}_{len(set(left.values()))}", node.axes))
-            left.setdefault(b.remade(node, tuple(substitute(b, a, left) for a in node.args)), leaf)
+    dear = [n for n in program.nodes if n in of_states and (n.op == "newton_schulz" or (sums and _is_sum(n)))]
+    if not dear:
+        return program
+    b = program.builder.fork()
+    for node in dear:
+        leaf = left.setdefault(node, b.leaf("saved", f"{node.op}_{len(set(left.values()))}", node.axes))
+        left.setdefault(b.remade(node, tuple(substitute(b, a, left) for a in node.args)), leaf)
     return Program(program.unit, program.dims, b, {k: substitute(b, v, left) for k, v in program.outputs.items()})
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether a value is a vector or a number, and found by a sum."""
+    return node.op in REDUCING and len(node.axes) < 2
