@@ -37,6 +37,38 @@ FOUND = {
       optimizer gd(rate = eta, batch = 5)
       read S @ q
     }""",
+    "what is handed on of centred columns, found by way of a tile": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], v[d_v], k[d_k]
+      gate alpha: decay, eta: unit
+      fn normed(s)[i] = (s[i] - mean(j, s[j])) / sqrt(mean(j, (s[j] - mean(l, s[l]))^2) + 0.1)
+      memory S[d_k, d_v] = uniform
+      bias 1/2 * |columns(normed, S)^T @ k - v|^2
+      retention alpha * log(S)
+      optimizer gd(rate = eta)
+      project rows(softmax, S)
+      read columns(normed, S)^T @ q
+    }""",
+    "a rate for every hidden unit, in kernels that walk over these": """layer Drawn {
+      dim d, h
+      input q[d], k[d], v[d]
+      param eta[h]: positive
+      memory W1[d, h], W2[h, d]
+      bias 1/2 * |W1 @ relu(W2 @ k) - v|^2
+      optimizer gd(rate = eta, batch = 4)
+      read W1 @ relu(W2 @ q)
+    }""",
+    "centred columns of powers, in kernels that walk over a head": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], v[d_v], k[d_k]
+      gate alpha: decay, eta: positive
+      fn normed(s)[i] = (s[i] - mean(j, s[j])) / sqrt(mean(j, (s[j] - mean(l, s[l]))^2) + 0.5)
+      memory S[d_k^2, d_v]
+      bias 1/2 * |silu(columns(normed, S) @ v) - power(k, 2)|^2
+      retention alpha * S
+      optimizer momentum(decay = 0.5, rate = eta, batch = 5)
+      read S^T @ power(q, 2)
+    }""",
 }
 
 

@@ -59,7 +59,11 @@ class TritonPrinter(Printer):
         def loaded(n: Node) -> bool:
             return n in self.loads and n not in self.text
 
-        rest = sorted((n for n in nodes if not loaded(n)), key=lambda n: self.place.get(n, -1))
+        rest = [n for n in nodes if not loaded(n)]
+        place: dict[Node, int] = {}  # what has none follows the last of its operands
+        for n in rest:
+            place[n] = self.place.get(n, max((place.get(a, -1) for a in self.operands(n)), default=-1))
+        rest.sort(key=place.__getitem__)
         computed = best_order(rest, kept, self.operands, self.weight, loaded)
         # a root may be loaded, too, and no operand of anything
         best = list(dict.fromkeys([*with_loads(computed, self.operands, loaded), *nodes]))

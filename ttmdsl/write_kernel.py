@@ -268,7 +268,10 @@ class KernelWriter:
     def handed(self, values: Iterable[tuple[Node, Node]]) -> tuple[list[str], dict[str, Node]]:
         """Lines that find what follows from the carries alone, before a walk; what each unit leaves in its place."""
         ends = dict(values)
+        known = dict(self.printer.text)
         lines = self.printer.emit(ends, named=ends)
+        # what they were found by is of the first unit alone
+        self.printer.text = known | {n: self.printer.text[n] for n in ends}
         return lines, {self.printer.text[n]: end for n, end in ends.items()}
 
     def stores(self, kernel: Kernel) -> dict[Node, Callable[[], list[str]]]:
@@ -454,7 +457,7 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     printer = _printer(kernel.program, spec, weight, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
-    tensors = [leaf for leaf in leaves if len(leaf.axes) > 1 or leaf.role in ("carry", "cocarry")]
+    tensors = [n for n in leaves if len(n.axes) > 1 or n.role in ("carry", "cocarry") or kernel.inner in n.axes]
     printer.loads |= {leaf: writer.loaded(leaf) for leaf in tensors}
     text.body = [line for lines in writer.inputs(leaf for leaf in leaves if leaf not in tensors) for line in lines]
     text.body += writer.given(kernel)
