@@ -15,7 +15,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
-from ttmdsl.plan import Plan, carries, free_axis, plan, split, steep
+from ttmdsl.plan import Plan, free_axis, plan, split, steep
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, spilled_at_128, staged
 from ttmdsl.write_kernel import saved_name
@@ -47,7 +47,7 @@ def test_every_gradient_is_computed_once(form: Form, found: Plan) -> None:
 def test_every_carry_is_handed_on_once(form: Form, found: Plan) -> None:
     for kernels, program in ((found.forward, form.forward), (found.backward, form.backward)):
         carried = [name for kernel in kernels for name, _ in kernel.carried]
-        assert sorted(carried) == sorted(carries(program))
+        assert sorted(carried) == sorted(program.ends())
         assert 1 <= [k.kind for k in kernels].count("scan") <= len(carried)
     assert [name for k in found.forward for name, _ in k.outputs] == ["y"]
 

@@ -10,7 +10,6 @@ from test_tile_sums import interpreter, sums
 from ttmdsl.builder import substitute
 from ttmdsl.ir import REDUCING, Program, depends_on, verify
 from ttmdsl.lower import Form
-from ttmdsl.plan import carries
 from ttmdsl.replay import Replay, replay
 
 
@@ -30,8 +29,8 @@ def test_layer(name: str, consts: dict[str, float]) -> None:
         gradients = joined(walks)
         value = interpreter(form.forward, form.backward, gradients, walks.again)
         assert [*gradients.outputs] == [*form.backward.outputs]
-        assert {*carries(walks.again)} == {*carries(form.forward)}
-        carried = {f"carry:{k}": v for k, v in carries(walks.again).items()}
+        assert {*walks.again.ends()} == {*form.forward.ends()}
+        carried = {f"carry:{k}": v for k, v in walks.again.ends().items()}
         for old, new in ((form.forward.outputs, carried), (form.backward.outputs, gradients.outputs)):
             for k, found in new.items():
                 assert found.axes == old[k].axes

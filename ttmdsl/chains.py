@@ -34,7 +34,7 @@ class Walk:
 
 def chains(program: Program, role: Role) -> list[tuple[str, ...]]:
     """The carries that depend on one another from unit to unit, together, each after those that it depends on."""
-    ends = {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
+    ends = program.ends()
     needs = {k: {k} | {n.name for n in reachable([v]) if n.role == role and n.name in ends} for k, v in ends.items()}
     for _ in ends:
         needs = {k: set().union(*(needs[x] for x in found)) for k, found in needs.items()}
@@ -52,7 +52,7 @@ def walks(
     """One walk for each group; fewer, where nothing smaller than a state could pass between two. `wanted` is computed
     by the last walk on whose carries it depends; what depends on none by the last of all."""
     wanted = list(wanted)
-    ends = {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
+    ends = program.ends()
     nodes = reachable([*ends.values(), *wanted])
     place = {name: i for i, group in enumerate(groups) for name in group}
     latest: dict[Node, int] = {}

@@ -56,7 +56,7 @@ class _Function:
     def forward(self) -> dict[str, object]:
         """What the template needs for y, the carries after the last unit and those at every unit's start that the
         backward function wants: of chunks; single tokens have too many, and it goes through them once more."""
-        y, carries = self.program.outputs["y"], _carries(self.program)
+        y, carries = self.program.outputs["y"], self.program.ends()
         self.unpack(self.program.nodes)
         handed = self.handed(self.form.backward.outputs.values()) if self.keeps else []
         ends = self.scan(self.program, FORWARD, carries, [y, *handed])
@@ -70,7 +70,7 @@ class _Function:
         """What the template needs for the gradients of the tensors and of the carries before the first unit."""
         grads = {k[2:]: v for k, v in self.program.outputs.items() if k.startswith("d:")}
         handed = {n.name for n in self.form.forward.carries()}
-        replayed = {k: v for k, v in _carries(self.form.forward).items() if k in handed}
+        replayed = {k: v for k, v in self.form.forward.ends().items() if k in handed}
         needed = reachable(self.program.outputs.values())
         self.unpack(needed if self.keeps else reachable([*replayed.values(), *self.program.outputs.values()]))
         if self.keeps:
@@ -80,7 +80,7 @@ class _Function:
         elif handed:
             self.body.append("# the states at the start of every unit, once more")
             self.scan(self.form.forward, FORWARD, replayed, self.program.outputs.values())
-        ends = self.scan(self.program, BACKWARD, _carries(self.program), grads.values())
+        ends = self.scan(self.program, BACKWARD, self.program.ends(), grads.values())
         params = {n.name for p in (self.form.forward, self.program) for n in p.leaves() if n.role == "param"}
         self.body += ["# for all units at once", *self.printer.emit(v for v in grads.values() if constant(v) is None)]
         self.body.append("grads = {")
@@ -231,10 +231,6 @@ def _varies(program: Program, nodes: Iterable[Node], printer: TorchPrinter) -> s
     """Nodes that have a value of their own in every unit; the others have one for all."""
     roles = {"token", "cot", "carry", "cocarry", "live", "fresh"}
     return depends_on(nodes, [n for n in program.leaves() if n.role in roles], printer.operands)
-
-
-def _carries(program: Program) -> dict[str, Node]:
-    return {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
 
 
 def _dict(items: dict[str, str]) -> str:

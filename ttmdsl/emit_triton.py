@@ -13,7 +13,7 @@ from ttmdsl.ir import DECAYED, Axes, Program
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Division, Plan, carries, plan, walks_at
+from ttmdsl.plan import Division, Plan, plan, walks_at
 from ttmdsl.replay import replay
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
@@ -28,7 +28,7 @@ def token_kernel(program: Program) -> Kernel:
     """The forward kernel of the sequential form."""
     y = tuple((k, v) for k, v in program.outputs.items() if not k.startswith("carry:"))
     kept = tuple(n.name for n in program.carries())
-    carried, handed = tuple(carries(program).items()), tuple(handed_on(program).items())
+    carried, handed = tuple(program.ends().items()), tuple(handed_on(program).items())
     return Kernel("_token_forward_kernel", "scan", program, False, y, carried, kept, handed=handed)
 
 

@@ -213,6 +213,10 @@ class Program:
     def carries(self) -> list[Node]:
         return [n for n in self.leaves() if n.role == "carry"]
 
+    def ends(self) -> dict[str, Node]:
+        """The carries at the end of the unit, by name; of a backward pass, their cotangents at its start."""
+        return {k[6:]: v for k, v in self.outputs.items() if k.startswith("carry:")}
+
     def with_outputs(self, outputs: dict[str, Node]) -> Program:
         return Program(self.unit, self.dims, self.builder, outputs, self.inner)
 

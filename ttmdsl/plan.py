@@ -113,17 +113,12 @@ def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = (
     return ""
 
 
-def carries(program: Program) -> dict[str, Node]:
-    """The values that a program hands to the next unit, by name."""
-    return {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
-
-
 def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Plan:
     """The kernels of a chunk form in units of so many tokens. `division`: which gradients share kernels, where a form
     with the same ones has said so."""
     weight = weights(tokens)
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
-    handed, kept = carries(form.forward), _states(form.backward.outputs.values())
+    handed, kept = form.forward.ends(), _states(form.backward.outputs.values())
     scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, keeps=kept, carried=tuple(handed.items()))
     whole = replace(scan, outputs=tuple(y.items()))
     read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
@@ -203,7 +198,7 @@ def _backward(
     division: Division,
 ) -> tuple[float, list[Kernel], Division]:
     """The kernels of the backward pass, given what the forward one saves; before them what all but the scan cost."""
-    handed = carries(program)
+    handed = program.ends()
     gradients = {k[2:]: v for k, v in program.outputs.items() if k.startswith("d:")}
     d_ends, chained = list(handed.values()), tied(program, "cocarry")
     free = prologue(f"_{name}_backward_free", program, d_ends, chained, saved)
@@ -233,7 +228,7 @@ def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None
         bare = program.with_outputs({f"carry:{t.memory}": t.end})
         kernel = Kernel(f"_{name}_transfer_{i + 1}_kernel", "scan", bare, carried=((t.memory, t.end),))
         kernels.append((t, _placed(kernel, saved)))
-    carry = Kernel(f"_{name}_carry_kernel", "scan", program, carried=tuple(carries(program).items()))
+    carry = Kernel(f"_{name}_carry_kernel", "scan", program, carried=tuple(program.ends().items()))
     return Parts(_placed(carry, saved), tuple(kernels))
 
 
@@ -248,7 +243,7 @@ def steep(program: Program) -> bool:
     The shorter the state, the more such a function enlarges what rounding has added to it, unit after unit.
     """
     chained = tied(program, "carry")
-    nodes = reachable(carries(program).values())
+    nodes = reachable(program.ends().values())
     return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
 
 

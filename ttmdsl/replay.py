@@ -36,11 +36,8 @@ def replay(form: Form, sums: bool = True) -> Replay:
     for node, leaf in left.items():
         meant.setdefault(leaf, substitute(b, node, meant))
     saved = {n.name: meant[n] for n in backward.leaves() if n.role == "saved"}
-    return Replay(regrouped(Program(backward.unit, backward.dims, b, {**_carried(form.forward), **saved})), backward)
-
-
-def _carried(forward: Program) -> dict[str, Node]:
-    return {k: v for k, v in forward.outputs.items() if k.startswith("carry:")}
+    carried = {f"carry:{k}": v for k, v in form.forward.ends().items()}
+    return Replay(regrouped(Program(backward.unit, backward.dims, b, {**carried, **saved})), backward)
 
 
 def _price(backward: Program, left: dict[Node, Node], sums: bool) -> float:

@@ -302,8 +302,7 @@ def regrouped(program: Program, price: Callable[[Program], float] = cost) -> Pro
     first = _Rewriter(program)
     shared = [n for n, terms in first.terms.items() if len(terms) > 1 and first.uses[n] > 1]
     best, least = program, price(program)
-    for taken in dict.fromkeys((frozenset[Node](), frozenset(shared))):
-        rewriter = _Rewriter(program, taken)
+    for rewriter in (first, *([_Rewriter(program, frozenset(shared))] if shared else [])):
         here = price(rewriter.program)
         for node in shared if len(shared) <= MOST_TRIALS else ():
             other = _Rewriter(program, rewriter.whole ^ {node})

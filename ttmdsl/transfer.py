@@ -37,7 +37,7 @@ class Transfer:
 def transfers(program: Program) -> list[Transfer]:
     """One for each carry; none at all if one of them has none."""
     leaves = {n.name: n for n in program.carries()}
-    ends = {k[6:]: v for k, v in program.outputs.items() if k.startswith("carry:")}
+    ends = program.ends()
     if set(ends) != set(leaves):
         return []
     found = []

@@ -18,7 +18,6 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, is_large, reachable
 from ttmdsl.kernels import Kernel, Kind
 from ttmdsl.lower_expr import matrix_axes
-from ttmdsl.plan import carries
 from ttmdsl.print_triton import (
     TritonPrinter,
     load_block,
@@ -172,6 +171,8 @@ class KernelWriter:
                 return load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
             case "carry" | "cocarry":
                 return self.load_state("units", leaf, "u * H + h")
+            case "saved":
+                return load_block(self.found(leaf), "slot", leaf.axes, leaf.axes)
             case role:
                 raise AssertionError(role)
 
@@ -471,7 +472,7 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
 def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelText:
     """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
     text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
-    forward, backward = carries(walks.again), walks.backward.outputs
+    forward, backward = walks.again.ends(), walks.backward.outputs
     roots = list(backward.values())
     text.signature = signature("token reverse", [*roots, *walks.again.outputs.values()])
     printer = _printer(walks.backward, spec, FULL)
@@ -482,7 +483,7 @@ def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelTex
     replayer = KernelWriter(spec, text, nodes, "token", replay)
     before, text.ahead_again = replayer.tokens(walks.again.leaves())
     states = {n.name: n for n in (*walks.again.carries(), *walks.backward.carries())}
-    sums = [n for n in walks.backward.leaves() if n.role == "saved"]
+    saved = [n for n in walks.backward.leaves() if n.role == "saved"]
     text.before += before
     for leaf_name, leaf in states.items():
         replay.text[leaf] = printer.names.get(leaf_name)
@@ -490,7 +491,7 @@ def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelTex
         text.keep.append(writer.store_state("scratch", leaf, "slot", replay.text[leaf]))
     found, handed = replayer.handed(handed_on(walks.again).items())
     text.again += found
-    left = {n: walks.again.outputs[n.name] for n in sums}
+    left = {n: walks.again.outputs[n.name] for n in saved}
     text.keep += replay.emit([*(v for k, v in forward.items() if k in states), *handed.values(), *left.values()])
     text.keep += [store_block(writer.found(n), "slot", n.axes, n.axes, replay.text[v]) for n, v in left.items()]
     new = {replay.text[states[k]]: replay.sanitized(v) for k, v in forward.items() if k in states}
@@ -501,9 +502,7 @@ def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelTex
     for leaf in walks.backward.carries():
         printer.text[leaf] = printer.names.get(leaf.name)
         text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', leaf, 'slot')}")
-    for leaf in sums:
-        printer.text[leaf] = printer.names.get(leaf.name)
-        text.body.append(f"{printer.text[leaf]} = {load_block(writer.found(leaf), 'slot', leaf.axes, leaf.axes)}")
+    text.body += [writer.load(leaf) for leaf in saved]
     variables: dict[str, str] = {}
     ends = {k: walks.backward.builder.leaf("cocarry", k, v.axes) for k, v in forward.items()}
     for key, leaf in ends.items():

@@ -149,7 +149,7 @@ def _kernels(
     for name in sorted(long, key=lambda name: -base[name]):
         if all(what is None for what in measured[name]):
             continue
-        chosen, excluded = _best(kernels[name], round(base[name], 1), configs[name], measured[name], settings)
+        chosen, excluded = _best(kernels[name], _microseconds(base, name), configs[name], measured[name], settings)
         found[name] = chosen[0].config
         yield f"{name}: {_line(chosen[0])}", Table(target, kernels=chosen, excluded=excluded)
     if late():
