@@ -237,7 +237,7 @@ RULES: dict[str, Rule] = {
     "norm_scan": _norm_scan,
 }
 
-DIFFERENTIABLE = ("token", "param", "carry")
+DIFFERENTIABLE = ("token", "param", "carry", "saved")
 
 
 def gradients(b: Builder, outputs: list[tuple[Node, Node]]) -> dict[Node, Node]:

@@ -17,11 +17,13 @@ from ttmdsl.plan import Division, Plan, plan, walks_at
 from ttmdsl.replay import replay
 from ttmdsl.schedule import Weight, weights
 from ttmdsl.spec import LayerSpec
+from ttmdsl.stages import stages
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table, without_gradients
 from ttmdsl.write_kernel import KernelText, saved_name, write_map, write_scan, write_token_backward
+from ttmdsl.write_stages import StageTexts, write_stages
 
 
 def token_kernel(program: Program) -> Kernel:
@@ -146,6 +148,12 @@ def _token_backward(spec: LayerSpec, form: Form) -> KernelText:
     return plain if plain.alive > _SPARE else write_token_backward(spec, replay(form), name)
 
 
+def write_staged(lowered: Lowered) -> StageTexts | None:
+    """The sequential form in stages, where it has them and there is no chunk form."""
+    found = None if lowered.chunk else stages(lowered.token, lowered.batch)
+    return write_stages(lowered.rule.spec, found) if found else None
+
+
 def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
     b = p.forward[0].program.builder
     rounded = p.rounded()
@@ -174,7 +182,9 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     """The section's source text, with what the tables hold for its kernels."""
     spec = lowered.rule.spec
     *chunks, token = write_forms(lowered)
-    kernels = [k for form in (*chunks, token) for k in form.kernels()]
+    staged = write_staged(lowered)
+    texts = (*chunks, *((staged,) if staged else ()), token)
+    kernels = [k for form in texts for k in form.kernels()]
     signatures = {name: known for k in kernels for name, known in k.signatures.items()}
     forms = _forms(lowered)
     form_signatures = {
@@ -188,7 +198,9 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     return render(
         "triton.py.j2",
         chunks=chunks,
+        staged=staged,
         token=token,
+        kernels=kernels,
         form_signatures=form_signatures,
         signatures=signatures,
         tuned=tables.kernels(signatures),

@@ -13,6 +13,7 @@ import functools
 import keyword
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ttmdsl.builder import Builder
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, is_large, reachable
@@ -42,7 +43,7 @@ from ttmdsl.write_rounds import emit_rounds, over_blocks
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments"
-    " step block lane here there".split()
+    " step block lane here there begin fresh".split()
 )
 
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
@@ -73,7 +74,7 @@ class KernelText:
 
     name: str
     doc: str
-    kind: Kind = "scan"
+    kind: Kind | Literal["walk", "turn"] = "scan"
     alive: float = 0.0
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
@@ -96,13 +97,15 @@ class KernelText:
 
     @property
     def way(self) -> str:
-        """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse."""
-        return "map of tokens" if self.of_tokens else "reverse" if self.reverse else self.kind
+        """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse; a walk over the tokens of one
+        unit, or a turn of each by itself."""
+        scan = "reverse" if self.reverse and self.kind == "scan" else self.kind
+        return "map of tokens" if self.of_tokens else scan
 
     @property
     def signatures(self) -> dict[str, str]:
         """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then."""
-        stores_less = not self.reverse and (self.keep or any("KEEP" in line for line in self.body))
+        stores_less = self.kind in ("scan", "map") and not self.reverse and (self.keep or any("KEEP" in line for line in self.body))
         found = {self.name: self.signature}
         if stores_less:
             found[without_gradients(self.name)] = without_gradients(self.signature)
@@ -366,7 +369,7 @@ def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
     return f"{builder.labels.get(node, node.op)}_{node.id}{'_exact' if node in exact else ''}"
 
 
-def _printer(program: Program, spec: LayerSpec, weight: Weight, wide: Container[Node] = ()) -> TritonPrinter:
+def printer_of(program: Program, spec: LayerSpec, weight: Weight, wide: Container[Node] = ()) -> TritonPrinter:
     taken = {*LOCALS, *keyword.kwlist, *(f"fresh_{p.optimizer.batch}" for p in spec.passes)}
     for d in spec.dims:
         taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
@@ -380,7 +383,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
         kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, inner=kernel.inner, reverse=kernel.reverse
     )
     text.signature = _signature(kernel, text.way, rounded)
-    printer = _printer(kernel.program, spec, FULL, kernel.wide)
+    printer = printer_of(kernel.program, spec, FULL, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
     role, prefix = kernel.role, PREFIX[kernel.role]
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
@@ -435,7 +438,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
             last = "i == length - 1" if kernel.program.unit == "token" else "step == count - 1"
             text.body += [f"if {last}:", *(f"    {line}" for line in stores)]
     new = {variable: printer.sanitized(results[k]) for k, variable in variables.items()}
-    text.body += _moved(printer.names, new | {k: printer.sanitized(v) for k, v in handed.items()})
+    text.body += moved(printer.names, new | {k: printer.sanitized(v) for k, v in handed.items()})
     for name, variable in variables.items():
         text.after += writer.last_state(target, ends[name], "n * H + h", variable)
     if text.held:  # what one unit leaves in memory, the next one finds
@@ -444,7 +447,7 @@ def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -
     return text
 
 
-def _moved(names: Names, new: dict[str, str]) -> list[str]:
+def moved(names: Names, new: dict[str, str]) -> list[str]:
     """Lines that give variables new values, all at once."""
     moved = [k for k in new if new[k] != k]
     staged = {k: names.get(f"{k}_next") for k in moved if len(moved) > 1}
@@ -455,7 +458,7 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     """The text of a map kernel: one unit of one head, all at once."""
     text = KernelText(kernel.name, _doc(kernel), kernel.kind, inner=kernel.inner)
     text.signature = _signature(kernel, kernel.kind, rounded)
-    printer = _printer(kernel.program, spec, weight, kernel.wide)
+    printer = printer_of(kernel.program, spec, weight, kernel.wide)
     writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
     tensors = [n for n in leaves if len(n.axes) > 1 or n.role in ("carry", "cocarry") or kernel.inner in n.axes]
@@ -475,7 +478,7 @@ def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelTex
     forward, backward = walks.again.ends(), walks.backward.outputs
     roots = list(backward.values())
     text.signature = signature("token reverse", [*roots, *walks.again.outputs.values()])
-    printer = _printer(walks.backward, spec, FULL)
+    printer = printer_of(walks.backward, spec, FULL)
     nodes = reachable([*roots, *walks.again.outputs.values()])
     writer = KernelWriter(spec, text, nodes, "token", printer)
     # the states of a segment once more: forward values have names of their own, as they belong to another loop
@@ -495,7 +498,7 @@ def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelTex
     text.keep += replay.emit([*(v for k, v in forward.items() if k in states), *handed.values(), *left.values()])
     text.keep += [store_block(writer.found(n), "slot", n.axes, n.axes, replay.text[v]) for n, v in left.items()]
     new = {replay.text[states[k]]: replay.sanitized(v) for k, v in forward.items() if k in states}
-    text.keep += _moved(printer.names, new | {k: replay.sanitized(v) for k, v in handed.items()})
+    text.keep += moved(printer.names, new | {k: replay.sanitized(v) for k, v in handed.items()})
     # in reverse
     before, text.ahead = writer.tokens(walks.backward.leaves())
     text.before += [line for line in before if line not in text.before]
@@ -527,7 +530,7 @@ def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelTex
     d_new = {
         d: f"tl.zeros_like({d})" if (v := cotangents[k]) is None else printer.sanitized(v) for k, d in variables.items()
     }
-    text.body += _moved(printer.names, d_new)
+    text.body += moved(printer.names, d_new)
     for key, leaf in ends.items():
         text.after += writer.last_state("start", leaf, "n * H + h", variables[key])
     return text
