@@ -367,7 +367,8 @@ class Builder:
             case "cumsum" | "rename" | "decay_dot" | "decay_mix" | "decay_mix_t":
                 return getattr(self, node.op)(*args, *node.attr)  # type: ignore[no-any-return]
             case _:
-                return self.make(node.op, args, node.axes, *node.attr)
+                axes = (x for a in args for x in a.axes) if node.op in ELEMENTWISE else node.axes
+                return self.make(node.op, args, axes, *node.attr)
 
 
 def substitute(b: Builder, root: Node, given: Mapping[Node, Node]) -> Node:

@@ -7,6 +7,7 @@ Does not know kernels or plans.
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
 from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant, is_matmul, original
@@ -264,19 +265,30 @@ def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> 
     return f"tl.store({_block(pointer, base, axes, order)}, {text}{mask})"
 
 
-def token_address(pointer: str, axes: Axes, order: Axes) -> str:
+@dataclass(frozen=True)
+class Rows:
+    """Where a chunk's tokens are: the first row of an array of [rows, *order], and those of the tokens from there."""
+
+    first: str = "head"
+    token: str = "row"
+
+
+OF_TENSORS = Rows()
+
+
+def token_address(pointer: str, axes: Axes, order: Axes, at_rows: Rows = OF_TENSORS) -> str:
     """Address of a per-token tile: rows of [B * T, H, *order] for the chunk's tokens, or one token's block."""
     dims = tuple(x for x in axes if x != "t")
     if "t" not in axes:
         return _block(pointer, "row_h", dims, order)
-    rows = at("row", ("t",), axes)
+    rows = at(at_rows.token, ("t",), axes)
     if not dims:
-        return f"({pointer} + head) + {rows}"
+        return f"({pointer} + {at_rows.first}) + {rows}"
     terms = []
     for x in dims:
         stride = [extent(y) for y in order[order.index(x) + 1 :]]
         terms.append(" * ".join([at(f"o_{base_dim(x)}", (x,), axes), *stride]))
-    return f"({pointer} + head * ({size(order)})) + ({rows} * ({size(order)}) + {' + '.join(terms)})"
+    return f"({pointer} + {at_rows.first} * ({size(order)})) + ({rows} * ({size(order)}) + {' + '.join(terms)})"
 
 
 def token_mask(axes: Axes, live: bool) -> str:
@@ -285,16 +297,16 @@ def token_mask(axes: Axes, live: bool) -> str:
     return " & ".join(parts)
 
 
-def load_token(pointer: str, axes: Axes, order: Axes, live: bool = False) -> str:
+def load_token(pointer: str, axes: Axes, order: Axes, live: bool = False, rows: Rows = OF_TENSORS) -> str:
     """Loads per-token values; with `live`, zero where there is no token, else some token's value."""
     mask = token_mask(axes, live)
-    text = f"tl.load({token_address(pointer, axes, order)}{f', mask={mask}, other=0.0' if mask else ''})"
+    text = f"tl.load({token_address(pointer, axes, order, rows)}{f', mask={mask}, other=0.0' if mask else ''})"
     return text if any(x != "t" for x in axes) else f"{text}.to(tl.float32)"
 
 
-def store_token(pointer: str, axes: Axes, order: Axes, text: str) -> str:
+def store_token(pointer: str, axes: Axes, order: Axes, text: str, rows: Rows = OF_TENSORS) -> str:
     mask = token_mask(axes, True)
-    return f"tl.store({token_address(pointer, axes, order)}, {text}{f', mask={mask}' if mask else ''})"
+    return f"tl.store({token_address(pointer, axes, order, rows)}, {text}{f', mask={mask}' if mask else ''})"
 
 
 # ---- values that one kernel saves for another: [U, H, *tile], token axes as long as the tile ----------------------

@@ -67,6 +67,15 @@ class Ahead:
     value: str
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Tiles that are kept of every token, so many: as products take them, of all that a tile's axes are padded to."""
+
+    name: str
+    axes: Axes
+    count: int
+
+
 @dataclass
 class KernelText:
     """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state. `found`: what a
@@ -74,7 +83,7 @@ class KernelText:
 
     name: str
     doc: str
-    kind: Kind | Literal["walk", "turn"] = "scan"
+    kind: Kind | Literal["walk", "turn", "unit"] = "scan"
     alive: float = 0.0
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
@@ -91,14 +100,15 @@ class KernelText:
     ahead: list[Ahead] = field(default_factory=list)
     ahead_again: list[Ahead] = field(default_factory=list)
     found: dict[str, Axes] = field(default_factory=dict)
+    kept: Kept | None = None
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
     signature: str = ""
 
     @property
     def way(self) -> str:
-        """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse; a walk over the tokens of one
-        unit, or a turn of each by itself."""
+        """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse; of the tokens of one
+        unit a walk, each in its turn, or all at once."""
         scan = "reverse" if self.reverse and self.kind == "scan" else self.kind
         return "map of tokens" if self.of_tokens else scan
 

@@ -1,8 +1,9 @@
-"""The text of the kernels of the sequential form in stages: walks over a unit's tokens, and what comes between them.
+"""The text of the kernels of the sequential form in stages: walks over a unit's tokens, and what is found for all of
+them at once.
 
-Input: `Stages`. Output: `StageTexts`, kernels as text, which the templates frame. A walk begins with the states `now`,
-or those kept at the unit's start; what it leaves for later kernels it stores for every token, in `found`, and the
-states before each token in `scratch`.
+Input: `Stages`. Output: `StageTexts`, kernels as text, which the templates frame. The first kernel of a unit begins with
+the states `now`, or those kept at the unit's start. What a kernel leaves for later ones it stores for every token, in
+`found`; the states before each token are in `scratch`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ttmdsl.ir import Axes, Node, Program
-from ttmdsl.print_triton import shape, store_block
-from ttmdsl.schedule import FULL
+from ttmdsl.ir import Axes, Node, Program, base_dim
+from ttmdsl.print_triton import Rows, load_token, shape, store_block, store_token
+from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages
 from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature
-from ttmdsl.write_kernel import PREFIX, Argument, KernelText, KernelWriter, moved, printer_of
+from ttmdsl.write_kernel import PREFIX, Argument, Kept, KernelText, KernelWriter, moved, printer_of
 
-STEP = Argument("step_ptr", "step", "int64")  # which unit of every sequence is walked
+STEP = Argument("step_ptr", "step", "int64")  # which unit of every sequence it is
+SLOTS = Rows("lane * SEGMENT", "t_")  # where a unit's tokens are in arrays of what was found
 Source = Literal["now", "units"]
+BASE: dict[Source, str] = {"now": "lane", "units": "u * H + h"}
 
 
 @dataclass(frozen=True)
 class StageTexts:
-    """The kernels in the order in which they run, once for every unit. `states`: those that are kept of every token."""
+    """The kernels in the order in which they run, once for every unit. `kept`: the states at the units' starts, as in
+    `FormTexts`; `states`: those that are found again before each token."""
 
     forward: tuple[KernelText, ...]
     backward: tuple[KernelText, ...]
@@ -34,8 +38,11 @@ class StageTexts:
     states: list[str]
 
     def kernels(self) -> tuple[KernelText, ...]:
-        """Each once: some run forward and backward."""
-        return tuple({k.name: k for k in (*self.forward, *self.backward)}.values())
+        return self.forward + self.backward
+
+    def kept_steps(self) -> list[Kept]:
+        """What the steps of Newton-Schulz start from."""
+        return list(dict.fromkeys(k.kept for k in self.backward if k.kept))
 
     def in_place(self) -> list[tuple[str, str]]:
         """What is turned, and the matrix in whose place: those that a turn finds and is given."""
@@ -55,99 +62,214 @@ class StageTexts:
 
 def write_stages(spec: LayerSpec, s: Stages) -> StageTexts:
     """All kernels of the form."""
-    turns = [_turn(spec, t.forward, f"_staged_turn_{i}_kernel") for i, t in enumerate(s.turns)]
-    back = [_turn(spec, t.backward, f"_staged_backward_turn_{i}_kernel") for i, t in enumerate(s.turns)]
-    walks = _Walks(spec, s.frozen)
-    writes = walks.forward("_staged_writes_kernel", "What each token writes, to be orthogonalised.", s.writes, "now")
-    reads = walks.forward("_staged_reads_kernel", "Steps and y, token after token.", s.reads, "now")
-    again = (
-        walks.forward("_staged_writes_again_kernel", "What each token wrote, once more.", s.writes, "units"),
-        walks.forward("_staged_reads_again_kernel", "The states before each token, once more.", s.reads, "units"),
-    )
-    d_reads = walks.backward("_staged_backward_reads_kernel", "Gradients of reads and steps.", s.d_reads)
-    d_writes = walks.backward("_staged_backward_writes_kernel", "Gradients of what is written.", s.d_writes)
-    kept = dict.fromkeys([*s.writes.ends(), *s.reads.ends()], "float32")
-    return StageTexts(
-        (writes, *turns, reads),
-        (again[0], *turns, again[1], d_reads, *back, d_writes),
-        kept,
-        [k for k in kept if k not in s.frozen],
-    )
-
-
-def _turn(spec: LayerSpec, program: Program, name: str) -> KernelText:
-    """Newton-Schulz of one token's matrix, or its gradient."""
-    text = KernelText(name, "A matrix of every token, by itself.", "turn", arguments=[STEP])
-    printer = printer_of(program, spec, FULL)
-    writer = KernelWriter(spec, text, program.nodes, "token", printer)
-    text.signature = signature("token turn", list(program.outputs.values()))
-    text.body = [writer.load(leaf) for leaf in program.leaves()]
-    text.body += printer.emit(program.outputs.values())
-    text.body += [_left(writer, k, v, printer.text[v]) for k, v in program.outputs.items()]
-    text.alive = round(printer.alive, 1)
-    return text
-
-
-def _left(writer: KernelWriter, name: str, value: Node, text: str) -> str:
-    """The line that leaves a value of a token for later kernels."""
-    leaf = writer.printer.builder.leaf("saved", name, value.axes)
-    return store_block(writer.found(leaf), "slot", value.axes, value.axes, text)
+    write = _Writer(spec, s.frozen, bool(s.vectors))
+    vectors = [write.vectors("_staged_vectors_kernel", s.vectors.forward, "now")] if s.vectors else []
+    writes = write.walk("_staged_writes_kernel", "What each token writes, to be turned.", s.writes.forward, "now")
+    turns = [write.turn(f"_staged_turn_{i}_kernel", t.forward, False) for i, t in enumerate(s.turns)]
+    reads = write.walk("_staged_reads_kernel", "Steps and y, token after token.", s.reads.forward, "now")
+    again = [write.vectors("_staged_vectors_again_kernel", s.vectors.forward, "units")] if s.vectors else []
+    again += [
+        write.walk("_staged_writes_again_kernel", "What each token wrote, once more.", s.writes.forward, "units"),
+        *(write.turn(f"_staged_turn_{i}_again_kernel", t.forward, True) for i, t in enumerate(s.turns)),
+        write.walk("_staged_reads_again_kernel", "The states before each token.", s.reads.forward, "units"),
+    ]
+    backward = [
+        write.back("_staged_backward_reads_kernel", "Gradients of y and of the steps.", s.reads.backward),
+        *(write.turn(f"_staged_backward_turn_{i}_kernel", t.backward, True) for i, t in enumerate(s.turns)),
+        write.back("_staged_backward_writes_kernel", "Gradients of what is written.", s.writes.backward),
+    ]
+    backward += [write.vectors_back("_staged_backward_vectors_kernel", s.vectors.backward)] if s.vectors else []
+    kept = dict.fromkeys([*s.frozen, *s.writes.forward.ends(), *s.reads.forward.ends()], "float32")
+    states = [k for k in kept if k not in s.frozen]
+    return StageTexts((*vectors, writes, *turns, reads), (*again, *backward), kept, states)
 
 
 @dataclass(frozen=True)
-class _Walks:
-    """Writes walks over the tokens of a unit."""
+class _Writer:
+    """Writes kernels of one unit. `apart`: whether vectors have kernels of their own, which are the first to take a
+    gradient point, and the last to hand its cotangent on; else the walks that write do."""
 
     spec: LayerSpec
     frozen: Mapping[str, str]
+    apart: bool
 
-    def forward(self, name: str, doc: str, program: Program, source: Source) -> KernelText:
+    def turn(self, name: str, program: Program, kept: bool) -> KernelText:
+        """Newton-Schulz of every token's matrix, each by itself; or the gradient, from what its steps were kept to start
+        from."""
+        text, writer = self._begun(name, "A matrix of every token, by itself.", "turn", program, "turn")
+        ((key, node),) = program.outputs.items()
+        rows, steps = node.attr
+        text.kept = Kept(f"kept__{key.rpartition('__')[2]}", node.axes, steps) if kept else None
+        given = node.args[-1]
+        text.body = [writer.load(given)]
+        flipped = node.axes[1] != rows  # products run over x^T x
+        tile = f"tl.trans({writer.printer.text[given]})" if flipped else writer.printer.text[given]
+        call, arguments = f"_tile_{node.op}", [tile, str(steps), "INVERSE"]
+        if text.kept:
+            pointer = text.pointer(text.kept.name, f'found["{text.kept.name}"]', "half")
+            size = " * ".join([str(steps), *(f"P_{base_dim(x)}" for x in node.axes)])
+            call = call.replace("_schulz", "_schulz_kept")
+            arguments.insert(1, f"{pointer} + slot * ({size})")
+        found = f"{call}({', '.join(arguments)})"
+        writer.printer.text[node] = f"tl.trans({found})" if flipped else found
+        text.body += self._left(writer, program)
+        text.alive = 1.0
+        return text
+
+    def vectors(self, name: str, program: Program, source: Source) -> KernelText:
+        """Vectors of all tokens that follow from the gradient point."""
+        again = " again" if source == "units" else ""
+        text, writer = self._begun(name, "Vectors of all tokens at once.", "unit", program, f"vectors{again}")
+        before, each = writer.inputs(program.leaves())
+        text.body = [*before, *each]
+        for leaf in program.carries():
+            text.body += self._point(writer, leaf, source)
+        left = program.with_outputs({k: v for k, v in program.outputs.items() if not k.startswith("carry:")})
+        text.body += writer.printer.emit(left.outputs.values())
+        text.body += self._left(writer, left)
+        text.alive = round(writer.printer.alive, 1)
+        return text
+
+    def vectors_back(self, name: str, program: Program) -> KernelText:
+        """Their gradients."""
+        text, writer = self._begun(name, "Gradients of the vectors.", "unit", program, "vectors in reverse")
+        printer, leaves = writer.printer, program.leaves()
+        before, each = writer.inputs(leaves)
+        text.body = [*before, *each]
+        for leaf in leaves:
+            if leaf.role == "saved":
+                pointer = self._found(writer, leaf.name, leaf.axes)
+                printer.loads[leaf] = load_token(pointer, leaf.axes, leaf.axes[1:], live=True, rows=SLOTS)
+            elif leaf.role in ("carry", "cocarry"):
+                kind: Source = "units" if leaf.role == "carry" else "now"
+                printer.loads[leaf] = writer.load_state(kind, leaf, BASE[kind])
+        text.body += printer.emit(program.outputs.values())
+        for key, value in program.outputs.items():
+            if key.startswith("d:"):
+                stores = writer.store_output(key[2:], value, "u * H + h")
+                param = any(t.keyword == key[2:] and t.kind == "param" for t in self.spec.tensors)
+                text.body += ["if j > 0:", *(f"    {line}" for line in stores)] if param else stores
+        for key, value in program.ends().items():
+            text.body += self._handed_back(writer, key, printer.sanitized(value))
+        text.alive = round(printer.alive, 1)
+        return text
+
+    def walk(self, name: str, doc: str, program: Program, source: Source) -> KernelText:
         """From the states now, which it leaves as they are at the unit's end; or from those kept at its start, to leave
         those before every token."""
-        text = KernelText(name, doc, "walk", arguments=[STEP])
         again = source == "units"
-        outputs = {k: v for k, v in program.outputs.items() if not again or k != "y"}
-        program = program.with_outputs(outputs)
-        text.signature = signature(f"token walk{' again' if again else ''}", list(outputs.values()))
-        printer = printer_of(program, self.spec, FULL)
-        writer = KernelWriter(self.spec, text, program.nodes, "token", printer)
+        program = program.with_outputs({k: v for k, v in program.outputs.items() if not again or k != "y"})
+        text, writer = self._begun(name, doc, "walk", program, f"walk{' again' if again else ''}")
+        printer, outputs = writer.printer, program.outputs
         text.before, text.ahead = writer.tokens(n for n in program.leaves() if n.role != "saved")
-        ends = program.ends()
+        points = [n for n in program.carries() if n.name in self.frozen]
+        for leaf in points:
+            text.before += [] if self.apart or again else self._point(writer, leaf, source)
+            printer.loads[leaf] = writer.load_state(source, leaf, BASE[source])
+        ends = {k: v for k, v in program.ends().items() if k not in self.frozen}
         states = {k: program.builder.leaf("carry", k, v.axes) for k, v in ends.items()}
         for key, leaf in states.items():
-            if key in self.frozen:
-                printer.loads[leaf] = writer.load_state(source, leaf, "lane" if source == "now" else "u * H + h")
-                text.before += [] if again else self.point(writer, leaf)
-                continue
             variable = printer.text[leaf] = printer.names.get(key)
-            base = "u * H + h" if again else "lane"
-            text.before.append(f"{variable} = {writer.load_state(source, leaf, base)}")
+            text.before.append(f"{variable} = {writer.load_state(source, leaf, BASE[source])}")
             if again:
                 text.body.append(writer.store_state("scratch", leaf, "slot", variable))
             else:
-                text.keep.append(writer.store_state("units", leaf, "u * H + h", variable))
-        carried = {k: v for k, v in ends.items() if k not in self.frozen}
-        lines, handed = writer.handed(handed_on(program.with_outputs(_carries(carried))).items())
+                text.keep.append(writer.store_state("units", leaf, BASE["units"], variable))
+        walked = program.with_outputs({f"carry:{k}": v for k, v in ends.items()})
+        lines, handed = writer.handed(handed_on(walked).items())
         text.before += lines
         text.body += [writer.load(n) for n in program.leaves() if n.role == "saved"]
-        left = {k: v for k, v in outputs.items() if k != "y" and not k.startswith("carry:")}
         text.body += printer.emit([*outputs.values(), *handed.values()])
-        text.body += [_left(writer, k, v, printer.text[v]) for k, v in left.items()]
+        text.body += self._left(writer, program)
         if "y" in outputs:
             text.body += writer.store_output("y", outputs["y"], "")
-        new = {printer.text[states[k]]: printer.sanitized(v) for k, v in carried.items()}
+        new = {printer.text[states[k]]: printer.sanitized(v) for k, v in ends.items()}
         text.body += moved(printer.names, new | {k: printer.sanitized(v) for k, v in handed.items()})
         if not again:
-            text.after = [writer.store_state("now", states[k], "lane", printer.text[states[k]]) for k in carried]
-        text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
+            text.after = [writer.store_state("now", leaf, "lane", printer.text[leaf]) for leaf in states.values()]
+        text.alive = round(printer.alive + sum(map(FULL, ends.values())), 1)
         return text
 
-    def point(self, writer: KernelWriter, leaf: Node) -> list[str]:
-        """Lines that put the gradient point of a unit where all its tokens find it."""
+    def back(self, name: str, doc: str, program: Program) -> KernelText:
+        """In reverse, with the cotangents now, of a unit whose states before each token were found again."""
+        text, writer = self._begun(name, doc, "walk", program, "walk in reverse")
+        text.reverse = True
+        printer, leaves = writer.printer, program.leaves()
+        text.before, text.ahead = writer.tokens(n for n in leaves if n.role in ("token", "cot", "param"))
+        for leaf in program.carries():
+            frozen = leaf.name in self.frozen
+            kind, base = ("units", BASE["units"]) if frozen else ("scratch", "slot")
+            printer.loads[leaf] = writer.load_state(kind, leaf, base)
+        printer.loads |= {n: writer.loaded(n) for n in leaves if n.role == "saved"}
+        ends = program.ends()
+        cotangents = {n.name: n for n in leaves if n.role == "cocarry"}
+        cotangents |= {k: program.builder.leaf("cocarry", k, v.axes) for k, v in ends.items()}
+        for key, leaf in cotangents.items():
+            variable = printer.text[leaf] = printer.names.get(PREFIX["cocarry"] + key)
+            text.before.append(f"{variable} = {writer.load_state('now', leaf, 'lane')}")
+        text.body += printer.emit(program.outputs.values())
+        text.body += self._left(writer, program)
+        params = {t.keyword: t.shape for t in self.spec.tensors if t.kind == "param"}
+        for key, value in program.outputs.items():
+            keyword = key.removeprefix("d:")
+            if keyword in params:
+                total, found = printer.names.get(f"{keyword}_total"), printer.sanitized(value)
+                text.before.append(f"{total} = {f'tl.zeros({shape(value.axes)}, tl.float32)' if value.axes else '0.0'}")
+                text.body.append(f"{total} += {found if value.axes else printer.text[value]}")
+                pointer = text.pointer(f"d_{keyword}", f'd_x["{keyword}"]', "float32")
+                text.after += ["if j > 0:"]
+                text.after += [f"    {store_block(pointer, BASE['units'], value.axes, params[keyword], total)}"]
+            elif key.startswith("d:") and keyword in writer.shapes:
+                text.body += writer.store_output(keyword, value, "")
+        names = {k: printer.text[leaf] for k, leaf in cotangents.items()}
+        new = {d: printer.sanitized(ends[k]) if k in ends else f"tl.zeros_like({d})" for k, d in names.items()}
+        text.body += moved(printer.names, new)
+        for key, leaf in cotangents.items():
+            if key in self.frozen and not self.apart:
+                text.after += self._handed_back(writer, key, names[key])
+            else:
+                text.after.append(writer.store_state("now", leaf, "lane", names[key]))
+        text.alive = round(printer.alive + sum(map(FULL, ends.values())), 1)
+        return text
+
+    def _begun(
+        self, name: str, doc: str, kind: Literal["walk", "turn", "unit"], program: Program, way: str
+    ) -> tuple[KernelText, KernelWriter]:
+        text = KernelText(name, doc, kind, arguments=[STEP])
+        text.signature = signature(f"token {way}", list(program.outputs.values()))
+        weight = FULL if program.unit == "token" else weights(16)
+        return text, KernelWriter(
+            self.spec, text, program.nodes, program.unit, printer_of(program, self.spec, weight)
+        )
+
+    def _left(self, writer: KernelWriter, program: Program) -> list[str]:
+        """Lines that leave for later kernels what is neither y, nor a carry, nor a tensor's gradient."""
+        lines = []
+        for key, value in program.outputs.items():
+            if key == "y" or key.startswith("carry:") or (key.startswith("d:") and key[2:] in writer.shapes):
+                continue
+            pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
+            text = writer.printer.sanitized(value) if value.axes else writer.printer.text[value]
+            if program.unit == "token":
+                lines.append(store_block(pointer, "slot", value.axes, value.axes, text))
+            else:
+                lines.append(store_token(pointer, value.axes, value.axes[1:], text, SLOTS))
+        return lines
+
+    def _found(self, writer: KernelWriter, name: str, axes: Axes) -> str:
+        """The pointer to a value of every token, whether a kernel has one of them or all of a unit's at once."""
+        of_token = tuple(x for x in axes if x != "t")
+        return writer.found(writer.printer.builder.leaf("saved", name, of_token))
+
+    def _point(self, writer: KernelWriter, leaf: Node, source: Source) -> list[str]:
+        """Lines that find the gradient point of a unit, which where a group begins is the memory; now, they also leave it
+        where all kernels find it."""
+        variable = writer.printer.text[leaf] = writer.printer.names.get(leaf.name)
+        old = writer.load_state(source, leaf, BASE[source])
+        if source == "units":
+            return [f"{variable} = {old}"]
         memory = writer.printer.builder.leaf("carry", self.frozen[leaf.name], leaf.axes)
-        variable = writer.printer.names.get(f"{leaf.name}_0")
-        old = writer.load_state("now", leaf, "lane")
-        writer.text.keep.append(writer.store_state("units", leaf, "u * H + h", variable))
+        writer.text.keep.append(writer.store_state("units", leaf, BASE["units"], variable))
         return [
             f"{variable} = tl.where(fresh, {writer.load_state('now', memory, 'lane')}, {old})",
             "tl.debug_barrier()",
@@ -155,64 +277,13 @@ class _Walks:
             "tl.debug_barrier()",
         ]
 
-    def backward(self, name: str, doc: str, program: Program) -> KernelText:
-        """In reverse, with the cotangents now, of a unit whose states before each token were found again."""
-        text = KernelText(name, doc, "walk", reverse=True, arguments=[STEP])
-        text.signature = signature("token walk in reverse", list(program.outputs.values()))
-        printer = printer_of(program, self.spec, FULL)
-        writer = KernelWriter(self.spec, text, program.nodes, "token", printer)
-        b = program.builder
-        text.before, text.ahead = writer.tokens(n for n in program.leaves() if n.role in ("token", "cot", "param"))
-        for leaf in program.carries():
-            frozen = leaf.name in self.frozen
-            kind, base = ("units", "u * H + h") if frozen else ("scratch", "slot")
-            printer.loads[leaf] = writer.load_state(kind, leaf, base)
-        printer.loads |= {n: writer.loaded(n) for n in program.leaves() if n.role == "saved"}
-        ends = program.ends()
-        leaves = {n.name: n for n in program.leaves() if n.role == "cocarry"}
-        leaves |= {k: b.leaf("cocarry", k, v.axes) for k, v in ends.items()}
-        for key, leaf in leaves.items():
-            variable = printer.text[leaf] = printer.names.get(PREFIX["cocarry"] + key)
-            text.before.append(f"{variable} = {writer.load_state('now', leaf, 'lane')}")
-        text.body += printer.emit(program.outputs.values())
-        params = {t.keyword: t.shape for t in self.spec.tensors if t.kind == "param"}
-        for key, value in program.outputs.items():
-            if key.startswith("carry:"):
-                continue
-            found = printer.sanitized(value) if value.axes else printer.text[value]
-            if key[2:] in params:
-                total = printer.names.get(f"{key[2:]}_total")
-                zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
-                text.before.append(f"{total} = {zero}")
-                text.body.append(f"{total} += {found}")
-                pointer = text.pointer(f"d_{key[2:]}", f'd_x["{key[2:]}"]', "float32")
-                store = store_block(pointer, "u * H + h", value.axes, params[key[2:]], total)
-                text.after += ["if j > 0:", f"    {store}"]
-            elif key.startswith("d:") and key[2:] in writer.shapes:
-                text.body += writer.store_output(key[2:], value, "")
-            else:
-                text.body.append(_left(writer, key.replace("d:", "d_"), value, found))
-        names = {k: printer.text[leaf] for k, leaf in leaves.items()}
-        new = {d: printer.sanitized(ends[k]) if k in ends else f"tl.zeros_like({d})" for k, d in names.items()}
-        text.body += moved(printer.names, new)
-        for key, leaf in leaves.items():
-            text.after += self.handed_back(writer, key, leaf) if key in self.frozen else [
-                writer.store_state("now", leaf, "lane", printer.text[leaf])
-            ]
-        text.alive = round(printer.alive + sum(map(FULL, ends.values())), 1)
-        return text
-
-    def handed_back(self, writer: KernelWriter, key: str, leaf: Node) -> list[str]:
+    def _handed_back(self, writer: KernelWriter, key: str, value: str) -> list[str]:
         """Lines that hand the cotangent of a gradient point on: to the memory that it was taken from, where the unit
         began a group."""
-        variable = writer.printer.text[leaf]
-        memory = writer.printer.builder.leaf("cocarry", self.frozen[key], leaf.axes)
-        sum_ = f"{writer.load_state('now', memory, 'lane')} + tl.where(fresh, {variable}, 0.0)"
+        b, states = writer.printer.builder, writer.states
+        leaf, memory = (b.leaf("cocarry", k, states[key]) for k in (key, self.frozen[key]))
+        sum_ = f"{writer.load_state('now', memory, 'lane')} + tl.where(fresh, {value}, 0.0)"
         return [
             writer.store_state("now", memory, "lane", sum_),
-            writer.store_state("now", leaf, "lane", f"tl.where(fresh, 0.0, {variable})"),
+            writer.store_state("now", leaf, "lane", f"tl.where(fresh, 0.0, {value})"),
         ]
-
-
-def _carries(ends: Mapping[str, Node]) -> dict[str, Node]:
-    return {f"carry:{k}": v for k, v in ends.items()}
