@@ -102,7 +102,9 @@ def _apart(writes: Program, frozen: Collection[str]) -> tuple[Program | None, Pr
     rows = {n: b.leaf("token", n.name, ("t", *n.axes)) for n in writes.leaves() if n.role == "token"}
     outputs = {name: substitute(b, n, rows) for n, name in names.items()}
     kept = {f"carry:{n.name}": n for n in points}
-    chunk = Program("chunk", writes.dims, b, {**outputs, **kept})
+    told = {x for n in writes.leaves() if n.role in ("token", "param") for x in n.axes}
+    inner = next((x for n in points for x in n.axes if x not in told), "")
+    chunk = Program("chunk", writes.dims, b, {**outputs, **kept}, inner)
     if not found or any(len(n.axes) > 2 for n in chunk.nodes):
         return None, writes
     leaves = {n: b.leaf("saved", name, n.axes) for n, name in names.items()}

@@ -8,18 +8,21 @@ the states `now`, or those kept at the unit's start. What a kernel leaves for la
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ttmdsl.ir import Axes, Node, Program, base_dim
 from ttmdsl.print_triton import Rows, load_token, shape, store_block, store_token
+from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages
 from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature
 from ttmdsl.write_kernel import PREFIX, Argument, Kept, KernelText, KernelWriter, moved, printer_of
+from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 STEP = Argument("step_ptr", "step", "int64")  # which unit of every sequence it is
 SLOTS = Rows("lane * SEGMENT", "t_")  # where a unit's tokens are in arrays of what was found
@@ -120,39 +123,55 @@ class _Writer:
         """Vectors of all tokens that follow from the gradient point."""
         again = " again" if source == "units" else ""
         text, writer = self._begun(name, "Vectors of all tokens at once.", "unit", program, f"vectors{again}")
-        before, each = writer.inputs(program.leaves())
-        text.body = [*before, *each]
         for leaf in program.carries():
-            text.body += self._point(writer, leaf, source)
-        left = program.with_outputs({k: v for k, v in program.outputs.items() if not k.startswith("carry:")})
-        text.body += writer.printer.emit(left.outputs.values())
-        text.body += self._left(writer, left)
-        text.alive = round(writer.printer.alive, 1)
-        return text
+            text.before += [] if again else self._point(writer, leaf)
+            writer.printer.loads[leaf] = writer.load_state(source, leaf, BASE[source])
+        return self._at_once(text, writer, program)
 
     def vectors_back(self, name: str, program: Program) -> KernelText:
         """Their gradients."""
         text, writer = self._begun(name, "Gradients of the vectors.", "unit", program, "vectors in reverse")
-        printer, leaves = writer.printer, program.leaves()
-        before, each = writer.inputs(leaves)
-        text.body = [*before, *each]
-        for leaf in leaves:
+        for leaf in program.leaves():
             if leaf.role == "saved":
                 pointer = self._found(writer, leaf.name, leaf.axes)
-                printer.loads[leaf] = load_token(pointer, leaf.axes, leaf.axes[1:], live=True, rows=SLOTS)
+                loaded = load_token(pointer, leaf.axes, leaf.axes[1:], live=True, rows=SLOTS)
+                writer.printer.loads[leaf] = loaded
             elif leaf.role in ("carry", "cocarry"):
                 kind: Source = "units" if leaf.role == "carry" else "now"
-                printer.loads[leaf] = writer.load_state(kind, leaf, BASE[kind])
-        text.body += printer.emit(program.outputs.values())
+                writer.printer.loads[leaf] = writer.load_state(kind, leaf, BASE[kind])
+        return self._at_once(text, writer, program)
+
+    def _at_once(self, text: KernelText, writer: KernelWriter, program: Program) -> KernelText:
+        """The body of a kernel of a whole unit: it walks over the blocks of an inner dim."""
+        printer = writer.printer
+        tensors = [n for n in program.leaves() if n.role == "token" and len(n.axes) > 1]
+        printer.loads |= {n: writer.loaded(n) for n in tensors}
+        before, each = writer.inputs(n for n in program.leaves() if n not in tensors)
+        text.body = [*before, *each]
+        then = {}
         for key, value in program.outputs.items():
-            if key.startswith("d:"):
-                stores = writer.store_output(key[2:], value, "u * H + h")
-                param = any(t.keyword == key[2:] and t.kind == "param" for t in self.spec.tensors)
-                text.body += ["if j > 0:", *(f"    {line}" for line in stores)] if param else stores
-        for key, value in program.ends().items():
-            text.body += self._handed_back(writer, key, printer.sanitized(value))
+            if value.op == "leaf":
+                continue  # a point stays as it is
+            then[value] = functools.partial(self._stored, writer, key, value)
+        if text.inner:
+            text.body += emit_rounds(printer, rounds(then, (), text.inner), text.inner, then)
+        else:
+            text.body += printer.emit(then, then)
         text.alive = round(printer.alive, 1)
         return text
+
+    def _stored(self, writer: KernelWriter, key: str, value: Node) -> list[str]:
+        """Lines that store what a kernel of a whole unit finds."""
+        keyword = key.removeprefix("d:")
+        if key.startswith("carry:"):
+            return self._handed_back(writer, key.removeprefix("carry:"), writer.printer.sanitized(value))
+        if key.startswith("d:") and keyword in writer.shapes:
+            stores = writer.store_output(keyword, value, BASE["units"])
+            param = any(t.keyword == keyword and t.kind == "param" for t in self.spec.tensors)
+            return ["if j > 0:", *(f"    {line}" for line in stores)] if param else stores
+        pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
+        text = writer.printer.sanitized(value)
+        return [store_token(pointer, value.axes, value.axes[1:], text, SLOTS)]
 
     def walk(self, name: str, doc: str, program: Program, source: Source) -> KernelText:
         """From the states now, which it leaves as they are at the unit's end; or from those kept at its start, to leave
@@ -164,7 +183,7 @@ class _Writer:
         text.before, text.ahead = writer.tokens(n for n in program.leaves() if n.role != "saved")
         points = [n for n in program.carries() if n.name in self.frozen]
         for leaf in points:
-            text.before += [] if self.apart or again else self._point(writer, leaf, source)
+            text.before += [] if self.apart or again else self._point(writer, leaf)
             printer.loads[leaf] = writer.load_state(source, leaf, BASE[source])
         ends = {k: v for k, v in program.ends().items() if k not in self.frozen}
         states = {k: program.builder.leaf("carry", k, v.axes) for k, v in ends.items()}
@@ -235,7 +254,8 @@ class _Writer:
     def _begun(
         self, name: str, doc: str, kind: Literal["walk", "turn", "unit"], program: Program, way: str
     ) -> tuple[KernelText, KernelWriter]:
-        text = KernelText(name, doc, kind, arguments=[STEP])
+        inner = program.inner if rounds(program.outputs.values(), (), program.inner) else ""
+        text = KernelText(name, doc, kind, arguments=[STEP], inner=inner)
         text.signature = signature(f"token {way}", list(program.outputs.values()))
         weight = FULL if program.unit == "token" else weights(16)
         return text, KernelWriter(
@@ -250,10 +270,7 @@ class _Writer:
                 continue
             pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
             text = writer.printer.sanitized(value) if value.axes else writer.printer.text[value]
-            if program.unit == "token":
-                lines.append(store_block(pointer, "slot", value.axes, value.axes, text))
-            else:
-                lines.append(store_token(pointer, value.axes, value.axes[1:], text, SLOTS))
+            lines.append(store_block(pointer, "slot", value.axes, value.axes, text))
         return lines
 
     def _found(self, writer: KernelWriter, name: str, axes: Axes) -> str:
@@ -261,21 +278,21 @@ class _Writer:
         of_token = tuple(x for x in axes if x != "t")
         return writer.found(writer.printer.builder.leaf("saved", name, of_token))
 
-    def _point(self, writer: KernelWriter, leaf: Node, source: Source) -> list[str]:
-        """Lines that find the gradient point of a unit, which where a group begins is the memory; now, they also leave it
-        where all kernels find it."""
-        variable = writer.printer.text[leaf] = writer.printer.names.get(leaf.name)
-        old = writer.load_state(source, leaf, BASE[source])
-        if source == "units":
-            return [f"{variable} = {old}"]
+    def _point(self, writer: KernelWriter, leaf: Node) -> list[str]:
+        """Lines that leave the gradient point of a unit, which where a group begins is the memory, where all kernels find
+        it."""
+        name = writer.printer.names.get(leaf.name)
         memory = writer.printer.builder.leaf("carry", self.frozen[leaf.name], leaf.axes)
-        writer.text.keep.append(writer.store_state("units", leaf, BASE["units"], variable))
-        return [
-            f"{variable} = tl.where(fresh, {writer.load_state('now', memory, 'lane')}, {old})",
+        now = [writer.load_state("now", n, "lane") for n in (memory, leaf)]
+        lines = [
+            f"{name} = tl.where(fresh, {now[0]}, {now[1]})",
+            "if KEEP & (j > 0):",
+            f"    {writer.store_state('units', leaf, BASE['units'], name)}",
             "tl.debug_barrier()",
-            writer.store_state("now", leaf, "lane", variable),
-            "tl.debug_barrier()",
+            writer.store_state("now", leaf, "lane", name),
         ]
+        inner = writer.text.inner
+        return [*(over_blocks(inner, lines) if inner in leaf.axes else lines), "tl.debug_barrier()"]
 
     def _handed_back(self, writer: KernelWriter, key: str, value: str) -> list[str]:
         """Lines that hand the cotangent of a gradient point on: to the memory that it was taken from, where the unit
