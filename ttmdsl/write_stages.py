@@ -131,6 +131,7 @@ class _Writer:
     def vectors_back(self, name: str, program: Program) -> KernelText:
         """Their gradients."""
         text, writer = self._begun(name, "Gradients of the vectors.", "unit", program, "vectors in reverse")
+        writer.printer.dot = "DOT, INVERSE"  # nothing enlarges their rounding
         for leaf in program.leaves():
             if leaf.role == "saved":
                 pointer = self._found(writer, leaf.name, leaf.axes)
