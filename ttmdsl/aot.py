@@ -206,8 +206,8 @@ def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int
 
 def _pointer(held: str | None, dtype: str) -> str:
     """An argument's type in a kernel's signature: by what the module says it holds, else a tensor of the schedule."""
-    half = "*fp32" if dtype == "float32" else "*fp16"
-    known = {"input": POINTERS[dtype], "half": half, "float64": "*fp64", "int64": "*i64", "count": "i32", "number": "fp32"}
+    known = {"float64": "*fp64", "int64": "*i64", "count": "i32", "number": "fp32"}
+    known |= {"input": POINTERS[dtype], "half": POINTERS["float32" if dtype == "float32" else "float16"]}
     return known.get(held or "int64", POINTERS["float32"])
 
 

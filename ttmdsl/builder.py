@@ -12,6 +12,7 @@ from typing import Literal
 
 from ttmdsl.ir import (
     ELEMENTWISE,
+    REDUCING,
     TOKEN_AXES,
     Axes,
     Node,
@@ -367,7 +368,8 @@ class Builder:
             case "cumsum" | "rename" | "decay_dot" | "decay_mix" | "decay_mix_t":
                 return getattr(self, node.op)(*args, *node.attr)  # type: ignore[no-any-return]
             case _:
-                axes = (x for a in args for x in a.axes) if node.op in ELEMENTWISE else node.axes
+                found = (x for a in args for x in a.axes if x not in node.reduced)
+                axes = found if node.op in ELEMENTWISE | REDUCING else node.axes
                 return self.make(node.op, args, axes, *node.attr)
 
 

@@ -47,7 +47,7 @@ from ttmdsl.ir import (
     original,
     reachable,
 )
-from ttmdsl.kernels import Kernel, Kind
+from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.rounds import rounds
@@ -259,7 +259,7 @@ def _of_softmax(node: Node) -> bool:
     return node.op == "recip" and node.args[0].op == "sum" and node.args[0].args[0].op == "exp2"
 
 
-def walks_at(kinds: Iterable[Kind]) -> slice:
+def walks_at(kinds: Iterable[str]) -> slice:
     """Where, among kernels of these kinds, those from the first scan to the last are."""
     scans = [i for i, kind in enumerate(kinds) if kind == "scan"]
     return slice(scans[0], scans[-1] + 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ttmdsl.builder import Builder, substitute
 from ttmdsl.differentiate import differentiate
-from ttmdsl.ir import Node, Program, depends_on, nearest
+from ttmdsl.ir import Node, Program, depends_on, nearest, reachable
 from ttmdsl.lower import Form
 from ttmdsl.tile_sums import regrouped
 
@@ -71,10 +71,14 @@ def stages(form: Form, batch: int) -> Stages | None:
         return None
     vectors, writes = _apart(writes, frozen)
     chain = [reads, writes, *([vectors] if vectors else [])]
-    gradients = _together([_given(differentiate(p)) for p in chain])
-    made = [Stage(p, d) if p is vectors else Stage(regrouped(p), regrouped(d)) for p, d in zip(chain, gradients)]
-    turns = tuple(_turn(program, b, i, n) for i, n in enumerate(turned))
-    return Stages(made[2] if vectors else None, made[1], turns, made[0], frozen)
+    d_reads, d_writes, *rest = _together([_given(differentiate(p)) for p in chain])
+    return Stages(
+        Stage(vectors, *rest) if vectors else None,
+        Stage(regrouped(writes), regrouped(d_writes)),
+        tuple(_turn(program, b, i, n) for i, n in enumerate(turned)),
+        Stage(regrouped(reads), regrouped(d_reads)),
+        frozen,
+    )
 
 
 def _made(program: Program, b: Builder, outputs: Mapping[str, Node], given: Mapping[Node, Node]) -> Program:
@@ -87,8 +91,8 @@ def _alien(program: Program, carries: Collection[str]) -> bool:
 
 
 def _apart(writes: Program, frozen: Collection[str]) -> tuple[Program | None, Program]:
-    """What follows from tokens and the gradient point alone, for all tokens of a chunk at once: vectors; and the program
-    that is given them. None where a chunk would need more than tiles."""
+    """What follows from tokens and the gradient point alone, for all tokens of a chunk at once: vectors; and the
+    program that is given them. None where a chunk would need more than tiles."""
     b, values = writes.builder, writes.outputs.values()
     points = [n for n in writes.carries() if n.name in frozen]
     chained = depends_on(values, [n for n in writes.carries() if n not in points])
@@ -100,7 +104,7 @@ def _apart(writes: Program, frozen: Collection[str]) -> tuple[Program | None, Pr
     found = dict.fromkeys(n for v in values for n in nearest(v, vector, lambda n: n not in of_point))
     names = {n: f"vector__{i}" for i, n in enumerate(found)}
     rows = {n: b.leaf("token", n.name, ("t", *n.axes)) for n in writes.leaves() if n.role == "token"}
-    outputs = {name: substitute(b, n, rows) for n, name in names.items()}
+    outputs = {name: b.expand(substitute(b, n, rows), ("t",)) for n, name in names.items()}
     kept = {f"carry:{n.name}": n for n in points}
     told = {x for n in writes.leaves() if n.role in ("token", "param") for x in n.axes}
     inner = next((x for n in points for x in n.axes if x not in told), "")
@@ -108,8 +112,10 @@ def _apart(writes: Program, frozen: Collection[str]) -> tuple[Program | None, Pr
     if not found or any(len(n.axes) > 2 for n in chunk.nodes):
         return None, writes
     leaves = {n: b.leaf("saved", name, n.axes) for n, name in names.items()}
-    rest = {k: v for k, v in writes.outputs.items() if k not in kept}
-    return chunk, writes.with_outputs({k: substitute(b, v, leaves) for k, v in rest.items()})
+    rest = {k: substitute(b, v, leaves) for k, v in writes.outputs.items() if k not in kept}
+    # a point that a token takes itself, too, has a cotangent there
+    taken = {n.name for n in reachable(rest.values()) if n.role == "carry"}
+    return chunk, writes.with_outputs(rest | {k: v for k, v in kept.items() if v.name in taken})
 
 
 def _given(program: Program) -> Program:

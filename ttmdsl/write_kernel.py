@@ -115,7 +115,8 @@ class KernelText:
     @property
     def signatures(self) -> dict[str, str]:
         """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then."""
-        stores_less = self.kind in ("scan", "map") and not self.reverse and (self.keep or any("KEEP" in line for line in self.body))
+        forward = self.kind in ("scan", "map") and not self.reverse
+        stores_less = forward and (self.keep or any("KEEP" in line for line in self.body))
         found = {self.name: self.signature}
         if stores_less:
             found[without_gradients(self.name)] = without_gradients(self.signature)

@@ -1,9 +1,9 @@
 """The text of the kernels of the sequential form in stages: walks over a unit's tokens, and what is found for all of
 them at once.
 
-Input: `Stages`. Output: `StageTexts`, kernels as text, which the templates frame. The first kernel of a unit begins with
-the states `now`, or those kept at the unit's start. What a kernel leaves for later ones it stores for every token, in
-`found`; the states before each token are in `scratch`.
+Input: `Stages`. Output: `StageTexts`, kernels as text, which the templates frame. The first kernel of a unit begins
+with the states `now`, or those kept at the unit's start. What a kernel leaves for later ones it stores for every token,
+in `found`; the states before each token are in `scratch`.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class _Writer:
     apart: bool
 
     def turn(self, name: str, program: Program, kept: bool) -> KernelText:
-        """Newton-Schulz of every token's matrix, each by itself; or the gradient, from what its steps were kept to start
-        from."""
+        """Newton-Schulz of every token's matrix, each by itself; or the gradient, of what was `kept` of its steps."""
         text, writer = self._begun(name, "A matrix of every token, by itself.", "turn", program, "turn")
         ((key, node),) = program.outputs.items()
         rows, steps = node.attr
@@ -151,7 +150,7 @@ class _Writer:
         text.body = [*before, *each]
         then = {}
         for key, value in program.outputs.items():
-            if value.op == "leaf":
+            if value.role == "carry":
                 continue  # a point stays as it is
             then[value] = functools.partial(self._stored, writer, key, value)
         if text.inner:
@@ -178,7 +177,8 @@ class _Writer:
         """From the states now, which it leaves as they are at the unit's end; or from those kept at its start, to leave
         those before every token."""
         again = source == "units"
-        program = program.with_outputs({k: v for k, v in program.outputs.items() if not again or k != "y"})
+        fixed = {f"carry:{k}" for k in self.frozen} | ({"y"} if again else set())
+        program = program.with_outputs({k: v for k, v in program.outputs.items() if k not in fixed})
         text, writer = self._begun(name, doc, "walk", program, f"walk{' again' if again else ''}")
         printer, outputs = writer.printer, program.outputs
         text.before, text.ahead = writer.tokens(n for n in program.leaves() if n.role != "saved")
@@ -186,7 +186,7 @@ class _Writer:
         for leaf in points:
             text.before += [] if self.apart or again else self._point(writer, leaf)
             printer.loads[leaf] = writer.load_state(source, leaf, BASE[source])
-        ends = {k: v for k, v in program.ends().items() if k not in self.frozen}
+        ends = program.ends()
         states = {k: program.builder.leaf("carry", k, v.axes) for k, v in ends.items()}
         for key, leaf in states.items():
             variable = printer.text[leaf] = printer.names.get(key)
@@ -195,8 +195,7 @@ class _Writer:
                 text.body.append(writer.store_state("scratch", leaf, "slot", variable))
             else:
                 text.keep.append(writer.store_state("units", leaf, BASE["units"], variable))
-        walked = program.with_outputs({f"carry:{k}": v for k, v in ends.items()})
-        lines, handed = writer.handed(handed_on(walked).items())
+        lines, handed = writer.handed(handed_on(program).items())
         text.before += lines
         text.body += [writer.load(n) for n in program.leaves() if n.role == "saved"]
         text.body += printer.emit([*outputs.values(), *handed.values()])
@@ -259,9 +258,7 @@ class _Writer:
         text = KernelText(name, doc, kind, arguments=[STEP], inner=inner)
         text.signature = signature(f"token {way}", list(program.outputs.values()))
         weight = FULL if program.unit == "token" else weights(16)
-        return text, KernelWriter(
-            self.spec, text, program.nodes, program.unit, printer_of(program, self.spec, weight)
-        )
+        return text, KernelWriter(self.spec, text, program.nodes, program.unit, printer_of(program, self.spec, weight))
 
     def _left(self, writer: KernelWriter, program: Program) -> list[str]:
         """Lines that leave for later kernels what is neither y, nor a carry, nor a tensor's gradient."""
@@ -280,8 +277,7 @@ class _Writer:
         return writer.found(writer.printer.builder.leaf("saved", name, of_token))
 
     def _point(self, writer: KernelWriter, leaf: Node) -> list[str]:
-        """Lines that leave the gradient point of a unit, which where a group begins is the memory, where all kernels find
-        it."""
+        """Lines that leave the gradient point of a unit where all kernels find it: the memory, where a group begins."""
         name = writer.printer.names.get(leaf.name)
         memory = writer.printer.builder.leaf("carry", self.frozen[leaf.name], leaf.axes)
         now = [writer.load_state("now", n, "lane") for n in (memory, leaf)]
