@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ir_eval import Interpreter, draw_leaf, spread
 from torch import Tensor
 
-from ttmdsl.builder import Builder
+from ttmdsl.builder import Builder, substitute
 from ttmdsl.ir import Axes, Node, Program, addends, depends_on, factors, reachable, verify
 
 DIMS = ("i", "j", "k")
@@ -327,3 +327,12 @@ def test_numbers_fold_as_they_compute() -> None:
     assert b.map("max", b.const(2), b.const(-3)).value == 2
     assert b.map("step", b.const(0)).value == 0
     assert b.map("sign", b.const(-2)).value == -1
+
+
+@pytest.mark.parametrize("op", ["erf", "amax", "sum"])
+def test_what_is_made_anew_has_its_operands_axes(op: str) -> None:
+    b = Builder(("i",))
+    x, rows = b.leaf("token", "x", ("i",)), b.leaf("token", "x", ("t", "i"))
+    node = b.map(op, x) if op == "erf" else b.make(op, (x,), (), ("i",))
+    found = substitute(b, node, {x: rows})
+    assert found.axes == (("t", "i") if op == "erf" else ("t",))

@@ -16,6 +16,56 @@ from ttmdsl.testing import layer_specs
 
 # What long runs found (docs/drawn.md), reduced by hand.
 FOUND = {
+    "momenta turned in stages, a point that its own norm pulls at": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], v[d_v], k[d_k]
+      gate alpha: decay, theta: decay, eta: unit
+      memory S[d_v, d_k]
+      bias 1/2 * |S @ k - v|^2 + 0.05 * |S|^2
+      retention alpha * S
+      optimizer muon(momentum = theta, rate = eta, steps = 2, batch = 4)
+      read S @ q
+    }""",
+    "momenta turned in stages, a softmax of a deep memory": """layer Drawn {
+      dim d, h
+      input q[d], k[d], v[d]
+      gate theta: decay
+      param eta: positive
+      fn M(x) = x + W1 @ relu(W2 @ x)
+      memory W1[d, h], W2[h, d]
+      bias 1/2 * |softmax(M(k)) - v|^2
+      optimizer muon(momentum = theta, rate = 0.2 * eta, steps = 2, batch = 3)
+      read sigmoid(M(q))
+    }""",
+    "momenta turned in stages, whose gradients are free of the point": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], v[d_v], k[d_k]
+      gate theta: decay, eta: unit
+      memory S[d_v, d_k]
+      bias -<S @ k, v>
+      optimizer muon(momentum = theta, rate = eta, steps = 2, batch = 2)
+      read S @ q
+    }""",
+    "momenta turned in stages behind a pass that walks": """layer Drawn {
+      dim d_k, d_v, m
+      input q[d_k], k[d_k], v[d_v], a[m]
+      gate alpha_1: decay, eta_2[m]: unit
+      param eta_1[d_k]: unit, alpha_2: decay
+      pass s {
+        memory K[d_k, m]
+        bias 1/2 * |tanh(K @ a) - k|^2
+        retention alpha_1 * K
+        optimizer gd(rate = eta_1, batch = 4)
+        read tanh(K^T @ q)
+      }
+      pass y {
+        memory V[m, d_v]
+        bias 1/2 * |silu(V^T @ s) - v|^2
+        retention alpha_2 * V
+        optimizer muon(momentum = 0.5, rate = eta_2 / (1 + <k, k>), steps = 2, batch = 4)
+        read tanh(V^T @ a)
+      }
+    }""",
     "a weight, and columns that are centred, tokens in groups": """layer Drawn {
       dim d_k, d_v
       input q[d_k], v[d_v], k[d_k]

@@ -34,6 +34,8 @@ class FakeLab:
     `faster` says so; what `wrong` names is wrong, what `broken` names cannot be launched at all; what `crowded` names
     finds no room, so that the rules' own is launched."""
 
+    jobs = 4
+
     def __init__(self, forms: Mapping[str, Entry] | None = None) -> None:
         self.kernels = {"scan": SCAN, "map": MAP, "small": replace(MAP, kernel="chunk map 0 products 3")}
         self.forms = forms or {}

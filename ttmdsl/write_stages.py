@@ -177,14 +177,15 @@ class _Writer:
         """From the states now, which it leaves as they are at the unit's end; or from those kept at its start, to leave
         those before every token."""
         again = source == "units"
+        points = [] if self.apart or again else [n for n in program.outputs.values() if n.name in self.frozen]
         fixed = {f"carry:{k}" for k in self.frozen} | ({"y"} if again else set())
         program = program.with_outputs({k: v for k, v in program.outputs.items() if k not in fixed})
         text, writer = self._begun(name, doc, "walk", program, f"walk{' again' if again else ''}")
         printer, outputs = writer.printer, program.outputs
         text.before, text.ahead = writer.tokens(n for n in program.leaves() if n.role != "saved")
-        points = [n for n in program.carries() if n.name in self.frozen]
         for leaf in points:
-            text.before += [] if self.apart or again else self._point(writer, leaf)
+            text.before += self._point(writer, leaf)
+        for leaf in (n for n in program.carries() if n.name in self.frozen):
             printer.loads[leaf] = writer.load_state(source, leaf, BASE[source])
         ends = program.ends()
         states = {k: program.builder.leaf("carry", k, v.axes) for k, v in ends.items()}

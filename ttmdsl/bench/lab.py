@@ -32,6 +32,7 @@ class GpuLab:
     """`jobs` processes that check; one of them measures while the others wait."""
 
     def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
         self._free: SimpleQueue[Worker] = SimpleQueue()
         self._workers = [Worker() for _ in range(jobs)]
         for worker in self._workers:

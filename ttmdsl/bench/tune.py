@@ -66,7 +66,10 @@ class Verdict:
 
 
 class Lab(Protocol):
-    """A GPU and the processes that use it."""
+    """A GPU and the processes that use it, so many side by side."""
+
+    @property
+    def jobs(self) -> int: ...
 
     def facts(self, trial: Trial) -> Facts:
         """RuntimeError where the trial fails."""
@@ -197,10 +200,10 @@ def _measured(
             found[name][i] = why
         return []
 
-    def right(rounds: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-        """Those that are right; of the others what is, kernel by kernel."""
-        others: list[Mapping[str, int]] = []
+    def right(rounds: Sequence[Mapping[str, int]]) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
+        """Those that are right, and what of the others has to be tried apart."""
         agreed: list[Mapping[str, int]] = []
+        others: list[Mapping[str, int]] = []
         for numbers, verdict in zip(rounds, lab.check([trial(numbers) for numbers in rounds]), strict=True):
             if verdict.wrong and not verdict.kernels:
                 others += apart(numbers, verdict.wrong)
@@ -209,19 +212,23 @@ def _measured(
             for name in numbers.keys() - rest.keys():
                 found[name][numbers[name]] = verdict.wrong
             agreed += [rest] if rest else []
-        return [*agreed, *(right(others) if others else [])]
+        return agreed, others
 
     most = max(map(len, configs.values()), default=0)
-    waiting = right([{name: i for name, ways in configs.items() if i < len(ways)} for i in range(most)])
-    while waiting and not late():
-        numbers = waiting.pop(0)
-        try:
-            times = lab.times(trial(numbers))
-        except RuntimeError as error:
-            waiting = [*right(apart(numbers, str(error))), *waiting]
-        else:
-            for name, i in numbers.items():
-                found[name][i] = _microseconds(times, name)
+    waiting: list[Mapping[str, int]] = [{k: i for k, ways in configs.items() if i < len(ways)} for i in range(most)]
+    while waiting and not late():  # as many as are compiled side by side: what is right is timed before the next
+        agreed, others = right(waiting[: lab.jobs])
+        for numbers in agreed:
+            if late():
+                break
+            try:
+                times = lab.times(trial(numbers))
+            except RuntimeError as error:
+                others += apart(numbers, str(error))
+            else:
+                for name, i in numbers.items():
+                    found[name][i] = _microseconds(times, name)
+        waiting = [*waiting[lab.jobs :], *others]
     if most and all(what is None for ways in found.values() for what in ways):
         raise RuntimeError("no time left")
     return found
