@@ -182,6 +182,15 @@ def test_the_budget_ends_it_and_what_was_found_is_kept(tmp_path: Path) -> None:
     assert read(path) == table
 
 
+def test_what_is_right_is_timed_before_more_is_compiled(tmp_path: Path) -> None:
+    """Where compilation takes all the time, one batch is compiled, no second begun, and the first one's best kept."""
+    fake, path = FakeLab(), tmp_path / "sm_90.json"
+    fake.faster = quick("scan", 60, **candidates(SCAN)[1]) | quick("scan", 10, **candidates(SCAN)[-1])
+    table = tune([CASE], "sm_90", path, Settings(fake.jobs), fake, lambda _: None, lambda: len(fake.asked))
+    assert len(fake.asked) == 1 + fake.jobs < len(candidates(SCAN))
+    assert table.kernels[0].us == 60
+
+
 def test_what_was_not_measured_is_left_to_the_rules(tmp_path: Path) -> None:
     fake, said = FakeLab(), list[str]()
     moments = iter([0.0, 1.0, 11.0, 12.0, 13.0])

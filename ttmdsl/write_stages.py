@@ -98,7 +98,8 @@ class _Writer:
 
     def turn(self, name: str, program: Program, kept: bool) -> KernelText:
         """Newton-Schulz of every token's matrix, each by itself; or the gradient, of what was `kept` of its steps."""
-        text, writer = self._begun(name, "A matrix of every token, by itself.", "turn", program, "turn")
+        way = f"turn{' kept' if kept else ''}"
+        text, writer = self._begun(name, "A matrix of every token, by itself.", "turn", program, way)
         ((key, node),) = program.outputs.items()
         rows, steps = node.attr
         text.kept = Kept(f"kept__{key.rpartition('__')[2]}", node.axes, steps) if kept else None

@@ -219,8 +219,6 @@ def _measured(
     while waiting and not late():  # as many as are compiled side by side: what is right is timed before the next
         agreed, others = right(waiting[: lab.jobs])
         for numbers in agreed:
-            if late():
-                break
             try:
                 times = lab.times(trial(numbers))
             except RuntimeError as error:
