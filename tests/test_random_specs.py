@@ -37,6 +37,15 @@ FOUND = {
       optimizer muon(momentum = theta, rate = 0.2 * eta, steps = 2, batch = 3)
       read sigmoid(M(q))
     }""",
+    "momenta turned in stages, two tensors of one gradient": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], k[d_k], v[d_v], w[d_v]
+      gate theta: decay, eta: unit
+      memory S[d_v, d_k]
+      bias 1/2 * |S @ k - v - w|^2
+      optimizer muon(momentum = theta, rate = eta, steps = 2, batch = 2)
+      read S @ q
+    }""",
     "momenta turned in stages, whose gradients are free of the point": """layer Drawn {
       dim d_k, d_v
       input q[d_k], v[d_v], k[d_k]

@@ -149,11 +149,11 @@ class _Writer:
         printer.loads |= {n: writer.loaded(n) for n in tensors}
         before, each = writer.inputs(n for n in program.leaves() if n not in tensors)
         text.body = [*before, *each]
-        then = {}
+        stored: dict[Node, list[str]] = {}
         for key, value in program.outputs.items():
-            if value.role == "carry":
-                continue  # a point stays as it is
-            then[value] = functools.partial(self._stored, writer, key, value)
+            if value.role != "carry":  # a point stays as it is
+                stored.setdefault(value, []).append(key)
+        then = {value: functools.partial(self._stored, writer, keys, value) for value, keys in stored.items()}
         if text.inner:
             text.body += emit_rounds(printer, rounds(then, (), text.inner), text.inner, then)
         else:
@@ -161,18 +161,21 @@ class _Writer:
         text.alive = round(printer.alive, 1)
         return text
 
-    def _stored(self, writer: KernelWriter, key: str, value: Node) -> list[str]:
-        """Lines that store what a kernel of a whole unit finds."""
-        keyword = key.removeprefix("d:")
-        if key.startswith("carry:"):
-            return self._handed_back(writer, key.removeprefix("carry:"), writer.printer.sanitized(value))
-        if key.startswith("d:") and keyword in writer.shapes:
-            stores = writer.store_output(keyword, value, BASE["units"])
-            param = any(t.keyword == keyword and t.kind == "param" for t in self.spec.tensors)
-            return ["if j > 0:", *(f"    {line}" for line in stores)] if param else stores
-        pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
-        text = writer.printer.sanitized(value)
-        return [store_token(pointer, value.axes, value.axes[1:], text, SLOTS)]
+    def _stored(self, writer: KernelWriter, keys: Iterable[str], value: Node) -> list[str]:
+        """Lines that store a value that a kernel of a whole unit finds, under each of its names."""
+        lines: list[str] = []
+        for key in keys:
+            keyword, text = key.removeprefix("d:"), writer.printer.sanitized(value)
+            if key.startswith("carry:"):
+                lines += self._handed_back(writer, key.removeprefix("carry:"), text)
+            elif key.startswith("d:") and keyword in writer.shapes:
+                stores = writer.store_output(keyword, value, BASE["units"])
+                param = any(t.keyword == keyword and t.kind == "param" for t in self.spec.tensors)
+                lines += ["if j > 0:", *(f"    {line}" for line in stores)] if param else stores
+            else:
+                pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
+                lines.append(store_token(pointer, value.axes, value.axes[1:], text, SLOTS))
+        return lines
 
     def walk(self, name: str, doc: str, program: Program, source: Source) -> KernelText:
         """From the states now, which it leaves as they are at the unit's end; or from those kept at its start, to leave
