@@ -83,7 +83,10 @@ def by_stages(run: Run, program: Program, s: Stages) -> tuple[list[Tensor], dict
     """The same, each stage for all tokens before the next."""
     state = {n.name: run.leaf(n, 0) for n in program.carries()}
     state |= {point: state[memory] for point, memory in s.frozen.items()}  # a group begins
-    now = lambda: {("carry", k): v for k, v in state.items()}  # noqa: E731
+
+    def now() -> dict[tuple[str, str], Tensor]:
+        return {("carry", k): v for k, v in state.items()}
+
     found: list[dict[str, Tensor]] = [{} for _ in range(T)]
     if s.vectors:
         rows = run.values(s.vectors.forward, now())

@@ -67,6 +67,9 @@ class Ahead:
     value: str
 
 
+StageKind = Literal["walk", "turn", "unit"]
+
+
 @dataclass(frozen=True)
 class Kept:
     """Tiles that are kept of every token, so many: as products take them, of all that a tile's axes are padded to."""
@@ -83,7 +86,7 @@ class KernelText:
 
     name: str
     doc: str
-    kind: Kind | Literal["walk", "turn", "unit"] = "scan"
+    kind: Kind | StageKind = "scan"
     alive: float = 0.0
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
@@ -360,6 +363,20 @@ class KernelWriter:
             return [store_block(pointer, base, value.axes, self.shapes[name], text)]
         return [store_token(pointer, value.axes, self.shapes[name], text)]
 
+    def store_gradient(self, name: str, value: Node, base: str, when: str = "") -> None:
+        """Stores a tensor's gradient of every token that a walk comes to; of a param their sum at its end, `when`."""
+        param = next((t for t in self.spec.tensors if t.keyword == name and t.kind == "param"), None)
+        if param is None:
+            self.text.body += self.store_output(name, value, "")
+            return
+        total = self.printer.names.get(f"{name}_total")
+        zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
+        self.text.before.append(f"{total} = {zero}")
+        self.text.body.append(f"{total} += {self.printer.sanitized(value) if value.axes else self.printer.text[value]}")
+        pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32")
+        store = store_block(pointer, base, value.axes, param.shape, total)
+        self.text.after += [f"if {when}:", f"    {store}"] if when else [store]
+
 
 def _lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
     return [line for action in actions for line in action()]
@@ -524,19 +541,9 @@ def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelTex
         text.before += writer.first_state(variables[key], "end", leaf, "n * H + h")
     text.body += printer.emit(roots)
     text.alive = round(max(printer.alive, replay.alive) + sum(map(FULL, forward.values())), 1)
-    params = {t.keyword: t.shape for t in spec.tensors if t.kind == "param"}
     for key, value in backward.items():
-        if key.startswith("carry:"):
-            continue
-        if key[2:] in params:
-            total = printer.names.get(f"{key[2:]}_total")
-            zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
-            text.before.append(f"{total} = {zero}")
-            text.body.append(f"{total} += {printer.sanitized(value) if value.axes else printer.text[value]}")
-            pointer = text.pointer(f"d_{key[2:]}", f'd_x["{key[2:]}"]', "float32")
-            text.after.append(store_block(pointer, "n * H + h", value.axes, params[key[2:]], total))
-        else:
-            text.body += writer.store_output(key[2:], value, "")
+        if not key.startswith("carry:"):
+            writer.store_gradient(key[2:], value, "n * H + h")
     cotangents = {k: backward.get(f"carry:{k}") for k in variables}
     d_new = {
         d: f"tl.zeros_like({d})" if (v := cotangents[k]) is None else printer.sanitized(v) for k, d in variables.items()

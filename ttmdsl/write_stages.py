@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ttmdsl.ir import Axes, Node, Program, base_dim
-from ttmdsl.print_triton import Rows, load_token, shape, store_block, store_token
+from ttmdsl.print_triton import Rows, load_token, store_block, store_token
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages
 from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature
-from ttmdsl.write_kernel import PREFIX, Argument, Kept, KernelText, KernelWriter, moved, printer_of
+from ttmdsl.write_kernel import PREFIX, Argument, Kept, KernelText, KernelWriter, StageKind, moved, printer_of
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 STEP = Argument("step_ptr", "step", "int64")  # which unit of every sequence it is
@@ -33,12 +33,14 @@ BASE: dict[Source, str] = {"now": "lane", "units": "u * H + h"}
 @dataclass(frozen=True)
 class StageTexts:
     """The kernels in the order in which they run, once for every unit. `kept`: the states at the units' starts, as in
-    `FormTexts`; `states`: those that are found again before each token."""
+    `FormTexts`, and `saved`, of which there is nothing; `states`: those that are found again before each token."""
 
     forward: tuple[KernelText, ...]
     backward: tuple[KernelText, ...]
     kept: dict[str, str]
     states: list[str]
+    name: str = "staged"
+    saved: Mapping[str, Axes] = field(default_factory=dict)
 
     def kernels(self) -> tuple[KernelText, ...]:
         return self.forward + self.backward
@@ -233,18 +235,9 @@ class _Writer:
             text.before.append(f"{variable} = {writer.load_state('now', leaf, 'lane')}")
         text.body += printer.emit(program.outputs.values())
         text.body += self._left(writer, program)
-        params = {t.keyword: t.shape for t in self.spec.tensors if t.kind == "param"}
         for key, value in program.outputs.items():
-            keyword = key.removeprefix("d:")
-            if keyword in params:
-                total, found = printer.names.get(f"{keyword}_total"), printer.sanitized(value)
-                text.before.append(f"{total} = {f'tl.zeros({shape(value.axes)}, tl.float32)' if value.axes else '0.0'}")
-                text.body.append(f"{total} += {found if value.axes else printer.text[value]}")
-                pointer = text.pointer(f"d_{keyword}", f'd_x["{keyword}"]', "float32")
-                text.after += ["if j > 0:"]
-                text.after += [f"    {store_block(pointer, BASE['units'], value.axes, params[keyword], total)}"]
-            elif key.startswith("d:") and keyword in writer.shapes:
-                text.body += writer.store_output(keyword, value, "")
+            if key.startswith("d:") and key[2:] in writer.shapes:
+                writer.store_gradient(key[2:], value, BASE["units"], "j > 0")
         names = {k: printer.text[leaf] for k, leaf in cotangents.items()}
         new = {d: printer.sanitized(ends[k]) if k in ends else f"tl.zeros_like({d})" for k, d in names.items()}
         text.body += moved(printer.names, new)
@@ -257,7 +250,7 @@ class _Writer:
         return text
 
     def _begun(
-        self, name: str, doc: str, kind: Literal["walk", "turn", "unit"], program: Program, way: str
+        self, name: str, doc: str, kind: StageKind, program: Program, way: str
     ) -> tuple[KernelText, KernelWriter]:
         inner = program.inner if rounds(program.outputs.values(), (), program.inner) else ""
         text = KernelText(name, doc, kind, arguments=[STEP], inner=inner)

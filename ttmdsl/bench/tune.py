@@ -3,9 +3,10 @@
 Input: `Case`s, and a `Lab` that knows this GPU. Output: a `Table`, written to its file whenever something was found.
 A configuration is timed only after outputs and all gradients agreed with float64 under it, and those of all tokens
 with what they are by the rules; one that is wrong, or fails, is recorded as excluded. In one trial all kernels that
-take time are launched with the next configuration of each; where that goes wrong, each by itself. Then other lengths of
-a unit, where the layer leaves them free: one that is faster by the rules than the kernels just tuned is taken, and its
-kernels are tuned, too. Touches no GPU itself: lab.py does.
+take time are launched with the next configuration of each; where that goes wrong, each by itself. As many trials as are
+compiled side by side are timed before the next are. Then other lengths of a unit, where the layer leaves them free: one
+that is faster by the rules than the kernels just tuned is taken, and its kernels are tuned, too. Touches no GPU itself:
+lab.py does.
 """
 
 from __future__ import annotations
