@@ -30,10 +30,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
     return compare
 
 
+def fill_what_is_empty() -> None:
+    """What torch makes without a value is NaN from now on, so that a kernel that takes what none wrote is always found
+    out, not only where the memory happened to hold a NaN."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton interprets its kernels: it reads TRITON_INTERPRET where they are defined."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=fill_what_is_empty) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             pool.submit(os.getpid).result()  # the process starts with the environment of this moment

@@ -23,6 +23,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
 # as wide as heads are: errors of narrow ones differ from draw to draw
 HALF: tuple[dict[str, Any], ...] = ({"label": "T=67", "tokens": 67, "dims": (64,)},)
 
+GROUPED = [layer for layer in ttmdsl.layers() if ttmdsl.load(layer).CONSTS.get("b", 1) > 1]
 
 # what bfloat16 costs a gradient that is the difference of sums over all tokens, at this draw (benchmarks/NOTES.md)
 KNOWN = {("titans", "grad log_alpha"): 8e-3}
@@ -50,8 +51,15 @@ def misses(layer: str, consts: dict[str, float], dtype: str, shapes: tuple[dict[
 @pytest.mark.parametrize("layer", ttmdsl.layers())
 def test_kernels_are_the_reference(layer: str, interpreter: ProcessPoolExecutor) -> None:
     # a group of 5 tokens: several of them in a sequence, and one cut in two
-    grouped = ttmdsl.load(layer).CONSTS.get("b", 1) > 1
-    assert interpreter.submit(misses, layer, {"b": 5} if grouped else {}, "float32", SHAPES).result() == []
+    consts = {"b": 5} if layer in GROUPED else {}
+    assert interpreter.submit(misses, layer, consts, "float32", SHAPES).result() == []
+
+
+@pytest.mark.parametrize("layer", GROUPED)
+def test_units_of_no_tokens(layer: str, interpreter: ProcessPoolExecutor) -> None:
+    # three units of up to 16 tokens a group: the sequence begins in the second, and nothing is in the third
+    shapes = ({"label": "T=30, cut at 20", "tokens": 30, "dims": (12, 20, 9), "cuts": (20,)},)
+    assert interpreter.submit(misses, layer, {"b": 40}, "float32", shapes).result() == []
 
 
 @pytest.mark.parametrize("layer", ttmdsl.layers())

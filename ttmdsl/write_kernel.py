@@ -363,8 +363,8 @@ class KernelWriter:
             return [store_block(pointer, base, value.axes, self.shapes[name], text)]
         return [store_token(pointer, value.axes, self.shapes[name], text)]
 
-    def store_gradient(self, name: str, value: Node, base: str, when: str = "") -> None:
-        """Stores a tensor's gradient of every token that a walk comes to; of a param their sum at its end, `when`."""
+    def store_gradient(self, name: str, value: Node, base: str) -> None:
+        """Stores a tensor's gradient of every token that a walk comes to; of a param their sum at its end."""
         param = next((t for t in self.spec.tensors if t.keyword == name and t.kind == "param"), None)
         if param is None:
             self.text.body += self.store_output(name, value, "")
@@ -374,8 +374,7 @@ class KernelWriter:
         self.text.before.append(f"{total} = {zero}")
         self.text.body.append(f"{total} += {self.printer.sanitized(value) if value.axes else self.printer.text[value]}")
         pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32")
-        store = store_block(pointer, base, value.axes, param.shape, total)
-        self.text.after += [f"if {when}:", f"    {store}"] if when else [store]
+        self.text.after.append(store_block(pointer, base, value.axes, param.shape, total))
 
 
 def _lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:

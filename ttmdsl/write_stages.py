@@ -171,9 +171,7 @@ class _Writer:
             if key.startswith("carry:"):
                 lines += self._handed_back(writer, key.removeprefix("carry:"), text)
             elif key.startswith("d:") and keyword in writer.shapes:
-                stores = writer.store_output(keyword, value, BASE["units"])
-                param = any(t.keyword == keyword and t.kind == "param" for t in self.spec.tensors)
-                lines += ["if j > 0:", *(f"    {line}" for line in stores)] if param else stores
+                lines += writer.store_output(keyword, value, BASE["units"])
             else:
                 pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
                 lines.append(store_token(pointer, value.axes, value.axes[1:], text, SLOTS))
@@ -237,7 +235,7 @@ class _Writer:
         text.body += self._left(writer, program)
         for key, value in program.outputs.items():
             if key.startswith("d:") and key[2:] in writer.shapes:
-                writer.store_gradient(key[2:], value, BASE["units"], "j > 0")
+                writer.store_gradient(key[2:], value, BASE["units"])
         names = {k: printer.text[leaf] for k, leaf in cotangents.items()}
         new = {d: printer.sanitized(ends[k]) if k in ends else f"tl.zeros_like({d})" for k, d in names.items()}
         text.body += moved(printer.names, new)
@@ -281,7 +279,7 @@ class _Writer:
         now = [writer.load_state("now", n, "lane") for n in (memory, leaf)]
         lines = [
             f"{name} = tl.where(fresh, {now[0]}, {now[1]})",
-            "if KEEP & (j > 0):",
+            "if KEEP:",
             f"    {writer.store_state('units', leaf, BASE['units'], name)}",
             "tl.debug_barrier()",
             writer.store_state("now", leaf, "lane", name),
