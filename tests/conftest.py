@@ -30,18 +30,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
     return compare
 
 
-def fill_what_is_empty() -> None:
-    """What torch makes without a value is NaN from now on, so that a kernel that takes what none wrote is always found
-    out, not only where the memory happened to hold a NaN."""
-    import torch
-
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton interprets its kernels: it reads TRITON_INTERPRET where they are defined."""
+    from ttmdsl.interpreted import fill_what_is_empty
+
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=fill_what_is_empty) as pool:
         with pytest.MonkeyPatch.context() as patch:

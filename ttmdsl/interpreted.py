@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def interpreted() -> bool:
@@ -59,3 +60,10 @@ def rounded() -> Iterator[None]:
         yield
     finally:
         InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = dot, trunc
+
+
+def fill_what_is_empty() -> None:
+    """What torch makes without a value is NaN in this process from now on, so that a kernel that takes what none wrote is
+    always found out, not only where the memory happened to hold a NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
