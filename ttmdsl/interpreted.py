@@ -63,7 +63,7 @@ def rounded() -> Iterator[None]:
 
 
 def fill_what_is_empty() -> None:
-    """What torch makes without a value is NaN in this process from now on, so that a kernel that takes what none wrote is
-    always found out, not only where the memory happened to hold a NaN."""
+    """What torch makes without a value is NaN in this process from now on, so that a kernel that takes what none wrote
+    is always found out, not only where the memory happened to hold a NaN."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
