@@ -75,6 +75,27 @@ FOUND = {
         read tanh(V^T @ a)
       }
     }""",
+    "momenta turned in stages, a walk that takes its memory's points itself": """layer Drawn {
+      dim d_k, d_v, m
+      input q[d_k], k[d_k], v[d_v], a[m]
+      gate alpha[m]: decay, eta: positive, theta: decay
+      const b = 2
+      const p = 3
+      pass s {
+        memory K[m, d_k]
+        bias 1/p * |columns(softmax, K) @ k - a|_p^p
+        retention alpha * K
+        optimizer gd(rate = eta, batch = b)
+        read K @ q
+      }
+      pass y {
+        memory V[d_v, m]
+        bias 1/2 * |V @ s - v|^2
+        retention 0.9 * V
+        optimizer muon(momentum = theta, rate = eta, steps = 2, batch = b)
+        read V @ a
+      }
+    }""",
     "a weight, and columns that are centred, tokens in groups": """layer Drawn {
       dim d_k, d_v
       input q[d_k], v[d_v], k[d_k]

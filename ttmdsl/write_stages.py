@@ -239,11 +239,11 @@ class _Writer:
         names = {k: printer.text[leaf] for k, leaf in cotangents.items()}
         new = {d: printer.sanitized(ends[k]) if k in ends else f"tl.zeros_like({d})" for k, d in names.items()}
         text.body += moved(printer.names, new)
-        for key, leaf in cotangents.items():
-            if key in self.frozen and not self.apart:
-                text.after += self._handed_back(writer, key, names[key])
-            else:
-                text.after.append(writer.store_state("now", leaf, "lane", names[key]))
+        handed = [] if self.apart else [key for key in names if key in self.frozen]
+        for key in handed:
+            text.after += self._handed_back(writer, key, names[key], names.get(self.frozen[key]))
+        for key in [k for k in names if k not in {*handed, *(self.frozen[key] for key in handed)}]:
+            text.after.append(writer.store_state("now", cotangents[key], "lane", names[key]))
         text.alive = round(printer.alive + sum(map(FULL, ends.values())), 1)
         return text
 
@@ -287,13 +287,13 @@ class _Writer:
         inner = writer.text.inner
         return [*(over_blocks(inner, lines) if inner in leaf.axes else lines), "tl.debug_barrier()"]
 
-    def _handed_back(self, writer: KernelWriter, key: str, value: str) -> list[str]:
+    def _handed_back(self, writer: KernelWriter, key: str, value: str, of_memory: str | None = None) -> list[str]:
         """Lines that hand the cotangent of a gradient point on: to the memory that it was taken from, where the unit
-        began a group."""
+        began a group. `of_memory`: the memory's own, where the kernel has it at hand."""
         b, states = writer.printer.builder, writer.states
         leaf, memory = (b.leaf("cocarry", k, states[key]) for k in (key, self.frozen[key]))
-        sum_ = f"{writer.load_state('now', memory, 'lane')} + tl.where(fresh, {value}, 0.0)"
+        own = of_memory or writer.load_state("now", memory, "lane")
         return [
-            writer.store_state("now", memory, "lane", sum_),
+            writer.store_state("now", memory, "lane", f"{own} + tl.where(fresh, {value}, 0.0)"),
             writer.store_state("now", leaf, "lane", f"tl.where(fresh, 0.0, {value})"),
         ]
