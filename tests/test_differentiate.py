@@ -7,16 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from ir_eval import Interpreter, draw_leaf
+from test_lower import shipped
 from torch import Tensor
 
 from ttmdsl.builder import Builder
-from ttmdsl.check import check
-from ttmdsl.derive import derive
 from ttmdsl.differentiate import DIFFERENTIABLE, RULES, differentiate, gradients
 from ttmdsl.ir import Node, Program, constant, reachable, verify
-from ttmdsl.loader import read
-from ttmdsl.lower import Form, Lowered, lower
-from ttmdsl.parse import parse
+from ttmdsl.lower import Form
 
 DIMS = ("i", "j")
 SIZES = {"t": 4, "i": 3, "j": 2, "d_k": 3, "d_v": 2, "d": 3, "m": 2, "h": 4}
@@ -207,9 +204,7 @@ LAYERS = [
 
 
 def forms(name: str, consts: dict[str, float]) -> dict[str, Form]:
-    text, filename = read(name)
-    lowered = lower(derive(check(parse(text, filename), text, filename, consts)))
-    assert isinstance(lowered, Lowered)
+    lowered = shipped(name, **consts)
     found = {"token": lowered.token, "chunk": lowered.chunk, "resumed": lowered.resumed}
     return {k: v for k, v in found.items() if v is not None}
 

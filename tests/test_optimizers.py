@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from test_lower import lowered
 from torch import Tensor
 
 import ttmdsl
@@ -19,7 +20,6 @@ from ttmdsl.check import check
 from ttmdsl.derive import derive
 from ttmdsl.drawing import Shape, draw
 from ttmdsl.errors import DeriveError
-from ttmdsl.lower import Lowered, lower
 from ttmdsl.parity import parity
 from ttmdsl.parse import parse
 from ttmdsl.testing import check_layer
@@ -64,10 +64,6 @@ DEEP = """layer Deep {
   optimizer muon(momentum = theta, rate = eta, steps = 5, batch = b)
   read M(q)
 }"""
-
-
-def lowered(text: str) -> Lowered:
-    return lower(derive(check(parse(text), text)))
 
 
 # ---- by hand --------------------------------------------------------------------------------------------------------

@@ -8,27 +8,17 @@ from typing import Any
 import pytest
 import torch
 from ir_eval import Interpreter, draw_leaf
+from test_lower import lowered, shipped
 
 import ttmdsl
-from ttmdsl.check import check
-from ttmdsl.derive import derive
 from ttmdsl.ir import reachable
-from ttmdsl.loader import read
-from ttmdsl.lower import Lowered, lower
-from ttmdsl.parse import parse
 from ttmdsl.transfer import Transfer, transfers
 
 SIZES = {"t": 4, "d_k": 3, "d_v": 3, "m": 3}
 
 
-def lowered(text: str) -> Lowered:
-    found = lower(derive(check(parse(text), text)))
-    assert isinstance(found, Lowered)
-    return found
-
-
 def of(name: str) -> list[Transfer]:
-    chunk = lowered(read(name)[0]).chunk
+    chunk = shipped(name).chunk
     return [] if chunk is None else transfers(chunk.forward)
 
 
@@ -60,7 +50,7 @@ def test_which_states_are_carried_linearly(name: str, expected: list[tuple[str, 
 @pytest.mark.parametrize("name", ["mamba2", "gla", "hgrn2", "gsa", "delta_net", "gated_delta_net", "rwkv7"])
 def test_a_chunks_end_is_what_it_writes_and_what_it_keeps(name: str) -> None:
     """end(S) = end(0) + L(S), with L from the factor, which is what becomes of the identity or of ones."""
-    chunk = lowered(read(name)[0]).chunk
+    chunk = shipped(name).chunk
     assert chunk is not None
     program = chunk.forward
     generator = torch.Generator().manual_seed(1)

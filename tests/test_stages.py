@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from ir_eval import Interpreter
-from test_differentiate import forms
+from test_lower import lowered, shipped
 from test_random_specs import FOUND
 from torch import Tensor
 
-from ttmdsl.check import check
-from ttmdsl.derive import derive
 from ttmdsl.ir import Node, Program, verify
-from ttmdsl.lower import Form, Lowered, lower
-from ttmdsl.parse import parse
 from ttmdsl.stages import Stages, stages
 
 SIZES = {"d": 3, "h": 4, "d_k": 3, "d_v": 2, "m": 4, "c": 4}
@@ -21,19 +17,11 @@ T, BATCH = 4, 4
 NAMES = ("atlas", "atlas_linear", "atlas_pp", *(name for name in FOUND if "in stages" in name))
 
 
-def lowered(name: str) -> tuple[Form, int]:
-    if name not in FOUND:
-        return forms(name, {"b": BATCH})["token"], BATCH
-    found = lower(derive(check(parse(FOUND[name]), FOUND[name])))
-    assert isinstance(found, Lowered)
-    return found.token, found.batch
-
-
 def staged(name: str) -> tuple[Program, Stages]:
-    form, batch = lowered(name)
-    found = stages(form, batch)
+    layer = lowered(FOUND[name]) if name in FOUND else shipped(name, b=BATCH)
+    found = stages(layer.token, layer.batch)
     assert found is not None
-    return form.forward, found
+    return layer.token.forward, found
 
 
 def programs(s: Stages) -> list[Program]:
@@ -146,17 +134,14 @@ def test_a_point_that_a_token_takes_itself_has_its_cotangent_there() -> None:
 
 @pytest.mark.parametrize(("name", "consts"), [("atlas", {"b": 1}), ("ttt_mlp", {}), ("lattice_dec", {"b": 4})])
 def test_others_have_none(name: str, consts: dict[str, float]) -> None:
-    assert stages(forms(name, consts)["token"], int(consts.get("b", 1))) is None
+    assert stages(shipped(name, **consts).token, int(consts.get("b", 1))) is None
 
 
 def test_kernels_are_started_unit_by_unit() -> None:
     """Forward and backward each start their kernels once for every unit, and a unit is no longer than a group."""
     from ttmdsl.emit_triton import write_staged
 
-    text = FOUND["momenta turned in stages, a softmax of a deep memory"]
-    form = lower(derive(check(parse(text), text)))
-    assert isinstance(form, Lowered)
-    texts = write_staged(form)
+    texts = write_staged(lowered(FOUND["momenta turned in stages, a softmax of a deep memory"]))
     assert texts is not None
     kinds = [k.kind for k in texts.forward]
     assert kinds == ["unit", "walk", "turn", "turn", "walk"]
