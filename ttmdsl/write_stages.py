@@ -239,11 +239,12 @@ class _Writer:
         names = {k: printer.text[leaf] for k, leaf in cotangents.items()}
         new = {d: printer.sanitized(ends[k]) if k in ends else f"tl.zeros_like({d})" for k, d in names.items()}
         text.body += moved(printer.names, new)
-        handed = [] if self.apart else [key for key in names if key in self.frozen]
-        for key in handed:
-            text.after += self._handed_back(writer, key, names[key], names.get(self.frozen[key]))
-        for key in [k for k in names if k not in {*handed, *(self.frozen[key] for key in handed)}]:
-            text.after.append(writer.store_state("now", cotangents[key], "lane", names[key]))
+        handed = {} if self.apart else {point: memory for point, memory in self.frozen.items() if point in names}
+        for point, memory in handed.items():
+            text.after += self._handed_back(writer, point, names[point], names.get(memory))
+        for key, leaf in cotangents.items():
+            if key not in handed and key not in handed.values():
+                text.after.append(writer.store_state("now", leaf, "lane", names[key]))
         text.alive = round(printer.alive + sum(map(FULL, ends.values())), 1)
         return text
 
