@@ -22,8 +22,9 @@ from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table, without_gradients
-from ttmdsl.write_kernel import KernelText, saved_name, write_map, write_scan, write_token_backward
+from ttmdsl.write_kernel import KernelText, saved_name, write_map, write_scan
 from ttmdsl.write_stages import StageTexts, write_stages
+from ttmdsl.write_walks import write_token_backward
 
 
 def token_kernel(program: Program) -> Kernel:
@@ -132,7 +133,7 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     token = token_kernel(regrouped(last.forward))
     backward = _token_backward(spec, last)
     scan = write_scan(spec, token)
-    texts.append(FormTexts("token", (scan,), (backward,), dict.fromkeys(token.keeps, "float32"), {}))
+    texts.append(FormTexts("token", (scan,), backward, dict.fromkeys(token.keeps, "float32"), {}))
     return texts
 
 
@@ -141,11 +142,11 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
 _SPARE = 6.5
 
 
-def _token_backward(spec: LayerSpec, form: Form) -> KernelText:
-    """The backward kernel of the sequential form."""
-    name = "_token_backward_kernel"
-    plain = write_token_backward(spec, replay(form, sums=False), name)
-    return plain if plain.alive > _SPARE else write_token_backward(spec, replay(form), name)
+def _token_backward(spec: LayerSpec, form: Form) -> tuple[KernelText, ...]:
+    """The backward kernels of the sequential form."""
+    plain = write_token_backward(spec, replay(form, sums=False))
+    spare = max(k.alive for k in plain) <= _SPARE
+    return write_token_backward(spec, replay(form)) if spare else plain
 
 
 def write_staged(lowered: Lowered) -> StageTexts | None:

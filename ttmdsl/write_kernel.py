@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, is_large, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, is_large
 from ttmdsl.kernels import Kernel, Kind
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.print_triton import (
@@ -30,20 +30,18 @@ from ttmdsl.print_triton import (
     store_token,
 )
 from ttmdsl.printer import Names
-from ttmdsl.replay import Replay
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
-from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature, without_gradients
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
-    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program segment segments"
-    " step block lane here there begin fresh".split()
+    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program"
+    " step block lane here there begin fresh piece slot_0".split()
 )
 
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
@@ -67,7 +65,9 @@ class Ahead:
     value: str
 
 
-StageKind = Literal["walk", "turn", "unit"]
+# of the sequential form: a walk over the tokens of a unit, or of a segment, or of many of these; a kernel for one
+# token, or for all of a unit
+TokenKind = Literal["walk", "segment", "piece", "turn", "unit"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class KernelText:
 
     name: str
     doc: str
-    kind: Kind | StageKind = "scan"
+    kind: Kind | TokenKind = "scan"
     alive: float = 0.0
     arguments: list[Argument] = field(default_factory=list)
     dims: list[str] = field(default_factory=list)
@@ -99,9 +99,7 @@ class KernelText:
     keep: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
-    again: list[str] = field(default_factory=list)
     ahead: list[Ahead] = field(default_factory=list)
-    ahead_again: list[Ahead] = field(default_factory=list)
     found: dict[str, Axes] = field(default_factory=dict)
     kept: Kept | None = None
     uses: set[str] = field(default_factory=set)
@@ -363,17 +361,20 @@ class KernelWriter:
             return [store_block(pointer, base, value.axes, self.shapes[name], text)]
         return [store_token(pointer, value.axes, self.shapes[name], text)]
 
-    def store_gradient(self, name: str, value: Node, base: str) -> None:
-        """Stores a tensor's gradient of every token that a walk comes to; of a param their sum at its end."""
+    def store_gradient(self, name: str, value: Node, base: str, more: bool) -> None:
+        """Stores a tensor's gradient of every token that a walk comes to; of a param their sum at its end, in addition
+        to what is there already if there is `more` of it."""
         param = next((t for t in self.spec.tensors if t.keyword == name and t.kind == "param"), None)
         if param is None:
             self.text.body += self.store_output(name, value, "")
             return
-        total = self.printer.names.get(f"{name}_total")
+        total, pointer = (
+            self.printer.names.get(f"{name}_total"),
+            self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32"),
+        )
         zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
-        self.text.before.append(f"{total} = {zero}")
+        self.text.before.append(f"{total} = {load_block(pointer, base, value.axes, param.shape) if more else zero}")
         self.text.body.append(f"{total} += {self.printer.sanitized(value) if value.axes else self.printer.text[value]}")
-        pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32")
         self.text.after.append(store_block(pointer, base, value.axes, param.shape, total))
 
 
@@ -496,60 +497,6 @@ def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Containe
     text.body += writer.computed(kernel)
     text.alive = round(printer.alive, 1)
     text.of_tokens = not any(map(is_large, (*leaves, *kernel.given, *kernel.saves)))
-    return text
-
-
-def write_token_backward(spec: LayerSpec, walks: Replay, name: str) -> KernelText:
-    """The backward kernel of the sequential form: states of a segment once more, then its tokens in reverse."""
-    text = KernelText(name, "Gradients of everything, a segment of tokens at a time, last segment first.", reverse=True)
-    forward, backward = walks.again.ends(), walks.backward.outputs
-    roots = list(backward.values())
-    text.signature = signature("token reverse", [*roots, *walks.again.outputs.values()])
-    printer = printer_of(walks.backward, spec, FULL)
-    nodes = reachable([*roots, *walks.again.outputs.values()])
-    writer = KernelWriter(spec, text, nodes, "token", printer)
-    # the states of a segment once more: forward values have names of their own, as they belong to another loop
-    replay = TritonPrinter(walks.again.builder, printer.names, walks.again.unit, FULL)
-    replayer = KernelWriter(spec, text, nodes, "token", replay)
-    before, text.ahead_again = replayer.tokens(walks.again.leaves())
-    states = {n.name: n for n in (*walks.again.carries(), *walks.backward.carries())}
-    saved = [n for n in walks.backward.leaves() if n.role == "saved"]
-    text.before += before
-    for leaf_name, leaf in states.items():
-        replay.text[leaf] = printer.names.get(leaf_name)
-        text.again.append(f"{replay.text[leaf]} = {writer.load_state('units', leaf, 'u * H + h')}")
-        text.keep.append(writer.store_state("scratch", leaf, "slot", replay.text[leaf]))
-    found, handed = replayer.handed(handed_on(walks.again).items())
-    text.again += found
-    left = {n: walks.again.outputs[n.name] for n in saved}
-    text.keep += replay.emit([*(v for k, v in forward.items() if k in states), *handed.values(), *left.values()])
-    text.keep += [store_block(writer.found(n), "slot", n.axes, n.axes, replay.text[v]) for n, v in left.items()]
-    new = {replay.text[states[k]]: replay.sanitized(v) for k, v in forward.items() if k in states}
-    text.keep += moved(printer.names, new | {k: replay.sanitized(v) for k, v in handed.items()})
-    # in reverse
-    before, text.ahead = writer.tokens(walks.backward.leaves())
-    text.before += [line for line in before if line not in text.before]
-    for leaf in walks.backward.carries():
-        printer.text[leaf] = printer.names.get(leaf.name)
-        text.body.append(f"{printer.text[leaf]} = {writer.load_state('scratch', leaf, 'slot')}")
-    text.body += [writer.load(leaf) for leaf in saved]
-    variables: dict[str, str] = {}
-    ends = {k: walks.backward.builder.leaf("cocarry", k, v.axes) for k, v in forward.items()}
-    for key, leaf in ends.items():
-        variables[key] = printer.text[leaf] = printer.names.get(f"d_{key}")
-        text.before += writer.first_state(variables[key], "end", leaf, "n * H + h")
-    text.body += printer.emit(roots)
-    text.alive = round(max(printer.alive, replay.alive) + sum(map(FULL, forward.values())), 1)
-    for key, value in backward.items():
-        if not key.startswith("carry:"):
-            writer.store_gradient(key[2:], value, "n * H + h")
-    cotangents = {k: backward.get(f"carry:{k}") for k in variables}
-    d_new = {
-        d: f"tl.zeros_like({d})" if (v := cotangents[k]) is None else printer.sanitized(v) for k, d in variables.items()
-    }
-    text.body += moved(printer.names, d_new)
-    for key, leaf in ends.items():
-        text.after += writer.last_state("start", leaf, "n * H + h", variables[key])
     return text
 
 

@@ -11,23 +11,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ttmdsl.ir import Axes, Node, Program, base_dim
-from ttmdsl.print_triton import Rows, load_token, store_block, store_token
+from ttmdsl.print_triton import Rows, load_token, store_token
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages
-from ttmdsl.tile_sums import handed_on
-from ttmdsl.tuning import signature
-from ttmdsl.write_kernel import PREFIX, Argument, Kept, KernelText, KernelWriter, StageKind, moved, printer_of
-from ttmdsl.write_rounds import emit_rounds, over_blocks
+from ttmdsl.write_kernel import Kept, KernelText, KernelWriter
+from ttmdsl.write_rounds import emit_rounds
+from ttmdsl.write_walks import BASE, Source, WalkWriter
 
-STEP = Argument("step_ptr", "step", "int64")  # which unit of every sequence it is
 SLOTS = Rows("lane * SEGMENT", "t_")  # where a unit's tokens are in arrays of what was found
-Source = Literal["now", "units"]
-BASE: dict[Source, str] = {"now": "lane", "units": "u * H + h"}
 
 
 @dataclass(frozen=True)
@@ -89,19 +83,13 @@ def write_stages(spec: LayerSpec, s: Stages) -> StageTexts:
     return StageTexts((*vectors, writes, *turns, reads), (*again, *backward), kept, states)
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """Writes kernels of one unit. `apart`: whether vectors have kernels of their own, which are the first to take a
-    gradient point, and the last to hand its cotangent on; else the walks that write do."""
-
-    spec: LayerSpec
-    frozen: Mapping[str, str]
-    apart: bool
+class _Writer(WalkWriter):
+    """Writes kernels of one unit: beside the walks, those of one token and of all at once."""
 
     def turn(self, name: str, program: Program, kept: bool) -> KernelText:
         """Newton-Schulz of every token's matrix, each by itself; or the gradient, of what was `kept` of its steps."""
         way = f"turn{' kept' if kept else ''}"
-        text, writer = self._begun(name, "A matrix of every token, by itself.", "turn", program, way)
+        text, writer = self.begun(name, "A matrix of every token, by itself.", "turn", program, way)
         ((key, node),) = program.outputs.items()
         rows, steps = node.attr
         text.kept = Kept(f"kept__{key.rpartition('__')[2]}", node.axes, steps) if kept else None
@@ -117,26 +105,26 @@ class _Writer:
             arguments.insert(1, f"{pointer} + slot * ({size})")
         found = f"{call}({', '.join(arguments)})"
         writer.printer.text[node] = f"tl.trans({found})" if flipped else found
-        text.body += self._left(writer, program)
+        text.body += self.left(writer, program)
         text.alive = 1.0
         return text
 
     def vectors(self, name: str, program: Program, source: Source) -> KernelText:
         """Vectors of all tokens that follow from the gradient point."""
         again = " again" if source == "units" else ""
-        text, writer = self._begun(name, "Vectors of all tokens at once.", "unit", program, f"vectors{again}")
+        text, writer = self.begun(name, "Vectors of all tokens at once.", "unit", program, f"vectors{again}")
         for leaf in program.carries():
-            text.before += [] if again else self._point(writer, leaf)
+            text.before += [] if again else self.point(writer, leaf)
             writer.printer.loads[leaf] = writer.load_state(source, leaf, BASE[source])
         return self._at_once(text, writer, program)
 
     def vectors_back(self, name: str, program: Program) -> KernelText:
         """Their gradients."""
-        text, writer = self._begun(name, "Gradients of the vectors.", "unit", program, "vectors in reverse")
+        text, writer = self.begun(name, "Gradients of the vectors.", "unit", program, "vectors in reverse")
         writer.printer.dot = "DOT, INVERSE"  # nothing enlarges their rounding
         for leaf in program.leaves():
             if leaf.role == "saved":
-                pointer = self._found(writer, leaf.name, leaf.axes)
+                pointer = self.found(writer, leaf.name, leaf.axes)
                 loaded = load_token(pointer, leaf.axes, leaf.axes[1:], live=True, rows=SLOTS)
                 writer.printer.loads[leaf] = loaded
             elif leaf.role in ("carry", "cocarry"):
@@ -169,132 +157,10 @@ class _Writer:
         for key in keys:
             keyword, text = key.removeprefix("d:"), writer.printer.sanitized(value)
             if key.startswith("carry:"):
-                lines += self._handed_back(writer, key.removeprefix("carry:"), text)
+                lines += self.handed_back(writer, key.removeprefix("carry:"), text)
             elif key.startswith("d:") and keyword in writer.shapes:
                 lines += writer.store_output(keyword, value, BASE["units"])
             else:
-                pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
+                pointer = self.found(writer, key.replace("d:", "d_"), value.axes)
                 lines.append(store_token(pointer, value.axes, value.axes[1:], text, SLOTS))
         return lines
-
-    def walk(self, name: str, doc: str, program: Program, source: Source) -> KernelText:
-        """From the states now, which it leaves as they are at the unit's end; or from those kept at its start, to leave
-        those before every token."""
-        again = source == "units"
-        points = [] if self.apart or again else [n for n in program.outputs.values() if n.name in self.frozen]
-        fixed = {f"carry:{k}" for k in self.frozen} | ({"y"} if again else set())
-        program = program.with_outputs({k: v for k, v in program.outputs.items() if k not in fixed})
-        text, writer = self._begun(name, doc, "walk", program, f"walk{' again' if again else ''}")
-        printer, outputs = writer.printer, program.outputs
-        text.before, text.ahead = writer.tokens(n for n in program.leaves() if n.role != "saved")
-        for leaf in points:
-            text.before += self._point(writer, leaf)
-        for leaf in (n for n in program.carries() if n.name in self.frozen):
-            printer.loads[leaf] = writer.load_state(source, leaf, BASE[source])
-        ends = program.ends()
-        states = {k: program.builder.leaf("carry", k, v.axes) for k, v in ends.items()}
-        for key, leaf in states.items():
-            variable = printer.text[leaf] = printer.names.get(key)
-            text.before.append(f"{variable} = {writer.load_state(source, leaf, BASE[source])}")
-            if again:
-                text.body.append(writer.store_state("scratch", leaf, "slot", variable))
-            else:
-                text.keep.append(writer.store_state("units", leaf, BASE["units"], variable))
-        lines, handed = writer.handed(handed_on(program).items())
-        text.before += lines
-        text.body += [writer.load(n) for n in program.leaves() if n.role == "saved"]
-        text.body += printer.emit([*outputs.values(), *handed.values()])
-        text.body += self._left(writer, program)
-        if "y" in outputs:
-            text.body += writer.store_output("y", outputs["y"], "")
-        new = {printer.text[states[k]]: printer.sanitized(v) for k, v in ends.items()}
-        text.body += moved(printer.names, new | {k: printer.sanitized(v) for k, v in handed.items()})
-        if not again:
-            text.after = [writer.store_state("now", leaf, "lane", printer.text[leaf]) for leaf in states.values()]
-        text.alive = round(printer.alive + sum(map(FULL, ends.values())), 1)
-        return text
-
-    def back(self, name: str, doc: str, program: Program) -> KernelText:
-        """In reverse, with the cotangents now, of a unit whose states before each token were found again."""
-        text, writer = self._begun(name, doc, "walk", program, "walk in reverse")
-        text.reverse = True
-        printer, leaves = writer.printer, program.leaves()
-        text.before, text.ahead = writer.tokens(n for n in leaves if n.role in ("token", "cot", "param"))
-        for leaf in program.carries():
-            frozen = leaf.name in self.frozen
-            kind, base = ("units", BASE["units"]) if frozen else ("scratch", "slot")
-            printer.loads[leaf] = writer.load_state(kind, leaf, base)
-        printer.loads |= {n: writer.loaded(n) for n in leaves if n.role == "saved"}
-        ends = program.ends()
-        cotangents = {n.name: n for n in leaves if n.role == "cocarry"}
-        cotangents |= {k: program.builder.leaf("cocarry", k, v.axes) for k, v in ends.items()}
-        for key, leaf in cotangents.items():
-            variable = printer.text[leaf] = printer.names.get(PREFIX["cocarry"] + key)
-            text.before.append(f"{variable} = {writer.load_state('now', leaf, 'lane')}")
-        text.body += printer.emit(program.outputs.values())
-        text.body += self._left(writer, program)
-        for key, value in program.outputs.items():
-            if key.startswith("d:") and key[2:] in writer.shapes:
-                writer.store_gradient(key[2:], value, BASE["units"])
-        names = {k: printer.text[leaf] for k, leaf in cotangents.items()}
-        new = {d: printer.sanitized(ends[k]) if k in ends else f"tl.zeros_like({d})" for k, d in names.items()}
-        text.body += moved(printer.names, new)
-        handed = {} if self.apart else {point: memory for point, memory in self.frozen.items() if point in names}
-        for point, memory in handed.items():
-            text.after += self._handed_back(writer, point, names[point], names.get(memory))
-        for key, leaf in cotangents.items():
-            if key not in handed and key not in handed.values():
-                text.after.append(writer.store_state("now", leaf, "lane", names[key]))
-        text.alive = round(printer.alive + sum(map(FULL, ends.values())), 1)
-        return text
-
-    def _begun(
-        self, name: str, doc: str, kind: StageKind, program: Program, way: str
-    ) -> tuple[KernelText, KernelWriter]:
-        inner = program.inner if rounds(program.outputs.values(), (), program.inner) else ""
-        text = KernelText(name, doc, kind, arguments=[STEP], inner=inner)
-        text.signature = signature(f"token {way}", list(program.outputs.values()))
-        weight = FULL if program.unit == "token" else weights(16)
-        return text, KernelWriter(self.spec, text, program.nodes, program.unit, printer_of(program, self.spec, weight))
-
-    def _left(self, writer: KernelWriter, program: Program) -> list[str]:
-        """Lines that leave for later kernels what is neither y, nor a carry, nor a tensor's gradient."""
-        lines = []
-        for key, value in program.outputs.items():
-            if key == "y" or key.startswith("carry:") or (key.startswith("d:") and key[2:] in writer.shapes):
-                continue
-            pointer = self._found(writer, key.replace("d:", "d_"), value.axes)
-            text = writer.printer.sanitized(value) if value.axes else writer.printer.text[value]
-            lines.append(store_block(pointer, "slot", value.axes, value.axes, text))
-        return lines
-
-    def _found(self, writer: KernelWriter, name: str, axes: Axes) -> str:
-        """The pointer to a value of every token, whether a kernel has one of them or all of a unit's at once."""
-        of_token = tuple(x for x in axes if x != "t")
-        return writer.found(writer.printer.builder.leaf("saved", name, of_token))
-
-    def _point(self, writer: KernelWriter, leaf: Node) -> list[str]:
-        """Lines that leave the gradient point of a unit where all kernels find it: the memory, where a group begins."""
-        name = writer.printer.names.get(leaf.name)
-        memory = writer.printer.builder.leaf("carry", self.frozen[leaf.name], leaf.axes)
-        now = [writer.load_state("now", n, "lane") for n in (memory, leaf)]
-        lines = [
-            f"{name} = tl.where(fresh, {now[0]}, {now[1]})",
-            "if KEEP:",
-            f"    {writer.store_state('units', leaf, BASE['units'], name)}",
-            "tl.debug_barrier()",
-            writer.store_state("now", leaf, "lane", name),
-        ]
-        inner = writer.text.inner
-        return [*(over_blocks(inner, lines) if inner in leaf.axes else lines), "tl.debug_barrier()"]
-
-    def _handed_back(self, writer: KernelWriter, key: str, value: str, of_memory: str | None = None) -> list[str]:
-        """Lines that hand the cotangent of a gradient point on: to the memory that it was taken from, where the unit
-        began a group. `of_memory`: the memory's own, where the kernel has it at hand."""
-        b, states = writer.printer.builder, writer.states
-        leaf, memory = (b.leaf("cocarry", k, states[key]) for k in (key, self.frozen[key]))
-        own = of_memory or writer.load_state("now", memory, "lane")
-        return [
-            writer.store_state("now", memory, "lane", f"{own} + tl.where(fresh, {value}, 0.0)"),
-            writer.store_state("now", leaf, "lane", f"tl.where(fresh, 0.0, {value})"),
-        ]

@@ -1,0 +1,75 @@
+"""The backward pass of the sequential form, a piece of every sequence at a time: the same gradients, whatever its size,
+in Triton's interpreter."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+import ttmdsl
+
+# carries of a group, weights that are params, several memories, vectors that the first walk leaves
+LAYERS: dict[str, dict[str, float]] = {
+    "lattice_dec": {},
+    "trellis": {"b": 5},
+    "ttt_norm": {},
+    "mesa": {},
+    "titans": {"b": 3},
+}
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"label": "packed 40+3+0+17", "dims": (5, 3, 4), "heads": 2, "lengths": (40, 3, 0, 17)},
+    {"label": "T=35", "dims": (4,), "tokens": 35, "state": False},
+)
+
+
+def misses(layer: str, consts: dict[str, float], room: int) -> tuple[list[str], list[int]]:
+    """What a layer misses where so many states of a head may be found again at once, and how many segments pieces had;
+    in the other process."""
+    import torch
+
+    from ttmdsl.drawing import Shape
+    from ttmdsl.parity import parity
+
+    module: Any = ttmdsl.load(layer, **consts)
+    pieces = []
+
+    class Watched(module._Schedule):  # type: ignore[misc, name-defined]
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            arguments = ("token", *arguments[1:])
+            super().__init__(*arguments, **more)
+            if len(self.steps[1]) > 1:
+                pieces.append(self.piece)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_before_token", lambda s: module._STATES // (room * s.N * module._SEGMENT))
+        patch.setattr(module, "_schedule", Watched)
+        shapes = [Shape(**shape) for shape in SHAPES]
+        rows = parity(module, dtypes=(torch.float32,), shapes=shapes, backends=("triton",))
+    assert rows
+    return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok], pieces
+
+
+@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_are_the_same(layer: str, room: int, interpreter: ProcessPoolExecutor) -> None:
+    missed, pieces = interpreter.submit(misses, layer, LAYERS[layer], room).result()
+    assert missed == []
+    assert set(pieces) == {room}
+
+
+def test_a_gpu_is_filled_and_memory_is_not(interpreter: ProcessPoolExecutor) -> None:
+    for heads, tokens in ((1, 64), (16, 2048), (2048, 4096), (16, 500_000)):
+        piece, room = interpreter.submit(room_of, heads, tokens).result()
+        assert piece == 1 or room <= 2**28
+        assert piece == -(-tokens // 16) or 2 * room > 2**28
+
+
+def room_of(heads: int, tokens: int) -> tuple[int, int]:
+    """Segments of a piece of exact Lattice at head size 64, and the bytes of their states; in the other process."""
+    import torch
+
+    module: Any = ttmdsl.load("lattice_dec")
+    s = module._Schedule("token", (0, tokens), (0,), heads, (("d", 64), ("m", 64)), torch.float32, torch.device("cpu"))
+    return s.piece, s.piece * 16 * heads * 64 * 64 * 4
