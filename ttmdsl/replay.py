@@ -3,8 +3,8 @@ follows from them alone.
 
 Input: the sequential `Form`. Output: `Replay`, a program for either walk over the segment: forward, to find the states,
 and in reverse, for the gradients. Sums over tiles are what a token costs, and each waits for the one before it; Newton-
-Schulz iterations cost more than all else. Those that no cotangent has a part in are left to the walk that takes most of
-them anyway.
+Schulz iterations cost more than all else. Those that no cotangent has a part in that is handed from token to token are
+left to the walk forward, which takes most of them anyway, and goes over all segments at once.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _price(backward: Program, left: dict[Node, Node], sums: bool) -> float:
 
 
 def _given(program: Program, left: dict[Node, Node], sums: bool) -> Program:
-    """The program with leaves for what is saved: dear values, and sums, that follow from states and no cotangent."""
+    """The program with leaves for what is saved: dear values, and sums, of states and of no cotangent handed on."""
     roots, leaves = program.outputs.values(), program.leaves()
-    chained = depends_on(roots, [n for n in leaves if n.role in ("cot", "cocarry")])
+    chained = depends_on(roots, [n for n in leaves if n.role == "cocarry"])
     of_states = depends_on(roots, [n for n in leaves if n.role in ("carry", "saved")]) - chained
     dear = [n for n in program.nodes if n in of_states and (n.op == "newton_schulz" or (sums and _is_sum(n)))]
     if not dear:
