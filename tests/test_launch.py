@@ -229,6 +229,18 @@ def many_heads_of_small_states_are_stepped_by_a_warp_each() -> None:
     assert [warps("gated_delta_net", lanes) for lanes in (16, 128, 1024)] == [4, 4, 1]
     assert warps("gsa", 1024) == 4  # two states, which one warp would spill
     assert warps("gated_delta_net", 1024, "_token_backward_kernel") > 1
+    assert [warps(layer, 128, "_token_again_kernel") for layer in ("lattice_dec", "mesa")] == [2, 4]
+
+
+def states_are_copied_ahead_beside_few_tiles_alone() -> None:
+    module = ttmdsl.load("lattice_dec")
+
+    def stages(size: int) -> tuple[object, object]:
+        sizes = {"d": size, "m": size}
+        constants, options = module.kernel_constants("_token_backward_kernel", sizes, torch.bfloat16, 90)
+        return constants["STAGES"], options["num_stages"]
+
+    assert [stages(size) for size in (64, 128)] == [(3, 3), (1, 1)]
 
 
 def maps_of_tokens_alone_keep_four_warps_in_heads_of_128() -> None:
@@ -313,6 +325,7 @@ class FirstOf(torch.nn.Module):
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,
         many_heads_of_small_states_are_stepped_by_a_warp_each,
+        states_are_copied_ahead_beside_few_tiles_alone,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,
         tangents_are_not_dropped,

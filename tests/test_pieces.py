@@ -3,7 +3,9 @@ in Triton's interpreter."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +59,57 @@ def test_gradients_are_the_same(layer: str, room: int, interpreter: ProcessPoolE
     missed, pieces = interpreter.submit(misses, layer, LAYERS[layer], room).result()
     assert missed == []
     assert set(pieces) == {room}
+
+
+def test_states_are_found_beside_the_walk_over_the_piece_before(interpreter: ProcessPoolExecutor) -> None:
+    """On a GPU, where each piece's states are found in the room of those of the last but one."""
+    assert interpreter.submit(queued, 1).result() == ["main: again", "main: walk"]  # one piece, one stream
+    started = interpreter.submit(queued, 4).result()
+    piece = ["main: again", "side waits for main", "side: walk"]
+    third, fourth = (["main waits for walk 0", *piece], ["main waits for walk 1", *piece])
+    assert started == [*piece, *piece, *third, *fourth, "main waits for walk 3"]
+
+
+def queued(pieces: int) -> list[str]:
+    """What the backward pass of so many pieces queues on a GPU's streams; in the other process, which has none."""
+    import torch
+
+    module: Any = ttmdsl.load("lattice_dec")
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name, self.events = name, 0
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: int) -> None:
+            said.append(f"{self.name} waits for walk {event}")
+
+        def record_event(self) -> int:
+            self.events += 1
+            return self.events - 1
+
+    class Schedule(SimpleNamespace):
+        def launch(self, kernel: Any, pointers: Any, keep: bool) -> None:
+            said.append(f"{current[-1].name}: {'again' if 'again' in kernel.name else 'walk'}")
+
+    main, side = Stream("main"), Stream("side")
+    current = [main]
+    nothing: dict[str, None] = defaultdict(lambda: None)
+    s = Schedule(device=torch.device("cuda"), N=1, piece=1, steps=([], range(pieces)))
+    s.room, s.apart = (lambda *_: None), (lambda _: nothing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_INTERPRET", False)
+        patch.setattr(module, "_side", lambda device: side)
+        patch.setattr(module, "_in_place", lambda *_: nothing)
+        patch.setattr(module, "_rooms", lambda *_: {})
+        patch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+        patch.setattr(torch.cuda, "set_stream", current.append)
+        module._token_launch_backward(s, *[nothing] * 9)
+    assert current[-1] is main
+    return said
 
 
 def test_a_gpu_is_filled_and_memory_is_not(interpreter: ProcessPoolExecutor) -> None:

@@ -11,6 +11,7 @@ from ttmdsl.builder import substitute
 from ttmdsl.ir import REDUCING, Program, depends_on, verify
 from ttmdsl.lower import Form
 from ttmdsl.replay import Replay, replay
+from ttmdsl.tile_sums import regrouped
 
 
 def joined(walks: Replay) -> Program:
@@ -24,17 +25,17 @@ def joined(walks: Replay) -> Program:
 @pytest.mark.parametrize(("name", "consts"), LAYERS, ids=lambda p: str(p))
 def test_layer(name: str, consts: dict[str, float]) -> None:
     form = forms(name, consts)["token"]
-    for walks in (replay(form), replay(form, sums=False)):
-        verify(walks.again)
-        gradients = joined(walks)
-        value = interpreter(form.forward, form.backward, gradients, walks.again)
-        assert [*gradients.outputs] == [*form.backward.outputs]
-        assert {*walks.again.ends()} == {*form.forward.ends()}
-        carried = {f"carry:{k}": v for k, v in walks.again.ends().items()}
-        for old, new in ((form.forward.outputs, carried), (form.backward.outputs, gradients.outputs)):
-            for k, found in new.items():
-                assert found.axes == old[k].axes
-                torch.testing.assert_close(value(found), value(old[k]), rtol=1e-9, atol=1e-9)
+    walks = replay(form)
+    verify(walks.again)
+    gradients = joined(walks)
+    value = interpreter(form.forward, form.backward, gradients, walks.again)
+    assert [*gradients.outputs] == [*form.backward.outputs]
+    assert {*walks.again.ends()} == {*form.forward.ends()}
+    carried = {f"carry:{k}": v for k, v in walks.again.ends().items()}
+    for old, new in ((form.forward.outputs, carried), (form.backward.outputs, gradients.outputs)):
+        for k, found in new.items():
+            assert found.axes == old[k].axes
+            torch.testing.assert_close(value(found), value(old[k]), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "consts"), LAYERS, ids=lambda p: str(p))
@@ -50,9 +51,10 @@ def test_lattice_takes_fewer_sums_in_reverse() -> None:
     """Exact Lattice: the length of a column, what is read of it, its error and the length of the step are the first
     walk's, which takes them anyway; of y's gradient what the state alone is multiplied by."""
     form: Form = forms("lattice_dec", {})["token"]
-    walks, apart = replay(form), replay(form, sums=False)
-    assert (sums(walks.backward), sums(apart.backward)) == (4, 9)
-    assert sums(walks.again) == sums(apart.again) + 1
+    walks = replay(form)
+    assert (sums(walks.backward), sums(regrouped(form.backward))) == (4, 9)
+    carried = {k: v for k, v in form.forward.outputs.items() if k != "y"}
+    assert sums(walks.again) == sums(regrouped(form.forward.with_outputs(carried))) + 1
 
 
 @pytest.mark.parametrize("name", ["atlas_linear", "atlas"])
@@ -60,7 +62,6 @@ def test_newton_schulz_iterations_are_left_by_the_first_walk(name: str) -> None:
     form = forms(name, {})["token"]
     taken = [n for n in form.forward.nodes if n.op == "newton_schulz"]
     assert [n for n in form.backward.nodes if n in taken]  # gradients take them
-    for saving in (True, False):
-        walks = replay(form, sums=saving)
-        assert not [n for n in walks.backward.nodes if n.op == "newton_schulz"]
-        assert sum(n.op == "newton_schulz" for n in walks.again.nodes) == len(taken)
+    walks = replay(form)
+    assert not [n for n in walks.backward.nodes if n.op == "newton_schulz"]
+    assert sum(n.op == "newton_schulz" for n in walks.again.nodes) == len(taken)

@@ -236,6 +236,8 @@ def test_candidates_are_what_a_kernel_can_make_use_of() -> None:
     walks = candidates(replace(MAP, config={**MAP.config, "block": 64}))
     assert {(c["num_stages"], c["block"]) for c in walks} == {(s, n) for s in (1, 2, 3) for n in (32, 64)}
     assert {c["num_warps"] for c in candidates(replace(SCAN, kernel="token scan 0 products 5"))} == {1, 2, 4, 8}
+    pieces = candidates(replace(SCAN, kernel="token piece in reverse 0 products 5", config={"num_warps": 4}))
+    assert {c["num_stages"] for c in pieces} == {1, 2, 3}  # states copied ahead
     assert {c["block"] for c in candidates(replace(SCAN, kernel="pairs read: weighs"))} == {32, 64}
 
 

@@ -131,22 +131,10 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
         division = found.division
         texts.append(_form_texts(spec, found, weights(tokens)))
     token = token_kernel(regrouped(last.forward))
-    backward = _token_backward(spec, last)
+    backward = write_token_backward(spec, replay(last))
     scan = write_scan(spec, token)
     texts.append(FormTexts("token", (scan,), backward, dict.fromkeys(token.keeps, "float32"), {}))
     return texts
-
-
-# tiles that a walk over tokens in reverse may keep alive and still gain by sums that it finds saved: those that spill
-# took longer with them (measured: benchmarks/NOTES.md)
-_SPARE = 6.5
-
-
-def _token_backward(spec: LayerSpec, form: Form) -> tuple[KernelText, ...]:
-    """The backward kernels of the sequential form."""
-    plain = write_token_backward(spec, replay(form, sums=False))
-    spare = max(k.alive for k in plain) <= _SPARE
-    return write_token_backward(spec, replay(form)) if spare else plain
 
 
 def write_staged(lowered: Lowered) -> StageTexts | None:

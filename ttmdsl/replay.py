@@ -26,11 +26,11 @@ class Replay:
     backward: Program
 
 
-def replay(form: Form, sums: bool = True) -> Replay:
-    """Both programs, made anew with few sums over tiles. Without `sums` the first walk saves dearer values alone."""
+def replay(form: Form) -> Replay:
+    """Both programs, made anew with few sums over tiles."""
     left: dict[Node, Node] = {}  # what the first walk leaves the second, in whatever terms it stands there: the leaf
-    backward = _given(form.backward, left, sums)
-    backward = _given(regrouped(backward, lambda p: _price(p, left, sums)), left, sums)
+    backward = _given(form.backward, left)
+    backward = _given(regrouped(backward, lambda p: _price(p, left)), left)
     b = backward.builder
     meant: dict[Node, Node] = {}
     for node, leaf in left.items():
@@ -40,20 +40,20 @@ def replay(form: Form, sums: bool = True) -> Replay:
     return Replay(regrouped(Program(backward.unit, backward.dims, b, {**carried, **saved})), backward)
 
 
-def _price(backward: Program, left: dict[Node, Node], sums: bool) -> float:
+def _price(backward: Program, left: dict[Node, Node]) -> float:
     """What both walks take for a way to find the gradients: for the first, the sums that only this one asks for."""
     asked = dict(left)
-    gradients = cost(_given(backward, asked, sums))
+    gradients = cost(_given(backward, asked))
     more = {leaf: node for node, leaf in asked.items() if leaf not in left.values()}
     return gradients + SUM * sum(map(crosses, more.values()))
 
 
-def _given(program: Program, left: dict[Node, Node], sums: bool) -> Program:
+def _given(program: Program, left: dict[Node, Node]) -> Program:
     """The program with leaves for what is saved: dear values, and sums, of states and of no cotangent handed on."""
     roots, leaves = program.outputs.values(), program.leaves()
     chained = depends_on(roots, [n for n in leaves if n.role == "cocarry"])
     of_states = depends_on(roots, [n for n in leaves if n.role in ("carry", "saved")]) - chained
-    dear = [n for n in program.nodes if n in of_states and (n.op == "newton_schulz" or (sums and _is_sum(n)))]
+    dear = [n for n in program.nodes if n in of_states and (n.op == "newton_schulz" or _is_sum(n))]
     if not dear:
         return program
     b = program.builder.fork()

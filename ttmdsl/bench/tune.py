@@ -168,7 +168,8 @@ def candidates(entry: Entry) -> list[Config]:
     unit, way, *_ = entry.kernel.split()
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
-    stages = (1, 2, 3) if walks else (1,) if way == "map" else (1, 2) if unit == "token" else (1, 2, 3, 4)
+    short = (1, 2) if unit == "token" else (1, 2, 3, 4)
+    stages = (1, 2, 3) if walks or way == "piece" else (1,) if way == "map" else short
     blocks = [{"block": n} for n in (32, 64, 128) if n <= max(entry.tiles)] if "block" in entry.config else [{}]
     found: list[Config] = [
         {"num_warps": w, "num_stages": s, **block} for w, s, block in itertools.product(warps, stages, blocks)
