@@ -93,6 +93,13 @@ def test_inputs_are_what_models_pass() -> None:
     torch.testing.assert_close(x["k"].float().norm(dim=-1), torch.ones(2, 20, 2), atol=1e-2, rtol=0)
 
 
+@pytest.mark.parametrize("layer", ["omega_net", "titans:b=64", "ttt_mlp:b=64", "dla"])
+def test_deep_memories_do_not_diverge(layer: str) -> None:
+    subject = own(case(layer, (1, 512, 1, 16)), case(layer).load(), "torch")
+    found: Any = subject.both()()
+    assert all(d is None or bool(d.isfinite().all()) for d in (subject.forward(), *found))
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ttmdsl.load("delta_net")
     right = module._torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ttmdsl.bench import lab
 from ttmdsl.bench.clock import CpuClock
@@ -325,6 +328,18 @@ def interpreted(layer: str, forced: dict[str, dict[str, int]]) -> tuple[Any, str
     finally:
         module._triton = right
     return *found, wrong, module._measured is before and not getattr(module, "_fitting", {})
+
+
+def test_what_overflows_by_the_rules_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(Case("delta_net", (1, 131, 1, 16), "float32", "cpu", "torch"))
+    found = [{"y": torch.ones(2)}, {"0": torch.ones(2), "1": torch.tensor([1.0, math.inf])}]
+    monkeypatch.setattr(lab, "launched", lambda trial: contextlib.nullcontext())
+    monkeypatch.setattr(lab, "_results", lambda case: found)
+    assert lab.strayed(trial) == ""
+    found[1]["1"][0] = math.nan
+    assert lab.strayed(trial) == ""
+    found = [{"y": torch.ones(2)}, {"0": 2 * torch.ones(2), "1": found[1]["1"]}]
+    assert lab.strayed(trial) == "131 tokens: 1.0e+00 from what it is by the rules"
 
 
 def test_facts_and_checks_of_a_trial(interpreter: ProcessPoolExecutor) -> None:

@@ -1,8 +1,8 @@
 """What is timed: this package's backends and the peers of a layer, each as functions that do the same work.
 
 Input: a `Case`. Output: `Subject`s over the same tensors: unit q and k, decays near 1, gates in their ranges. A memory
-whose size no tensor tells, such as an MLP's inner one, is four times as wide as a head, as `Layer` makes it. A decode
-step goes on from what one token left.
+whose size no tensor tells, such as an MLP's inner one, is four times as wide as a head, as `Layer` makes it; its gates
+from 0 to 1 are near 0.01, since greater steps let it diverge. A decode step goes on from what one token left.
 """
 
 from __future__ import annotations
@@ -87,23 +87,30 @@ def tensors(module: Any, case: Case, lead: tuple[int, ...] | None = None) -> dic
     B, T, H, D = case.shape
     sizes = sizes_of(module, dims_at(module, D))
     generator = torch.Generator(case.device).manual_seed(0)
-    found = {}
+    found, deep = {}, _deep(module)
     for name, axes in {**module.INPUTS, **module.GATES, **module.PARAMS}.items():
         shape = (*((H,) if name in module.PARAMS else lead or (B, T, H)), *(sizes[axis] for axis in axes))
         t = torch.randn(shape, generator=generator, device=case.device)
         if name in module.INPUTS and axes and name != "v":
             t = F.normalize(t, dim=-1)
+        if deep and module.RANGES[name] == "unit":
+            t = t - 5
         t = in_range(t, module.RANGES[name])
         found[name] = (t if kept_exact(module, name) else t.to(case.torch_dtype)).requires_grad_()
     return found
 
 
+def _deep(module: Any) -> bool:
+    """Whether a memory has a dim that no tensor tells the size of."""
+    told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
+    return any(dim not in told | set(module.FEATURES) for axes in module.MEMORY.values() for dim in axes)
+
+
 def initial_state(module: Any, case: Case) -> dict[str, Tensor] | None:
     """Memories whose sizes no tensor tells, or None."""
-    sizes = sizes_of(module, dims_at(module, case.shape[3]))
-    told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
-    if all(dim in told | set(module.FEATURES) for axes in module.MEMORY.values() for dim in axes):
+    if not _deep(module):
         return None
+    sizes = sizes_of(module, dims_at(module, case.shape[3]))
     generator = torch.Generator(case.device).manual_seed(1)
 
     def memory(rows: int, columns: int) -> Tensor:
