@@ -97,12 +97,13 @@ def test_the_shipped_tables_hold() -> None:
 
 MEASURED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa abc ttt_mlp omega_net".split()
 IN_GROUPS = "trellis titans_linear omega_linear titans".split()
+TOKEN_BY_TOKEN = ("lattice_dec", "lattice_sim", "lattice_enc")
 
 
 def test_every_entry_of_the_shipped_tables_is_for_some_kernel() -> None:
     """A change to a plan may send kernels back to the rules unseen: then measure them again, or undo it."""
     found = [signatures(layer) for layer in MEASURED] + [signatures(layer, b=64) for layer in IN_GROUPS]
-    found += [signatures("lattice_dec"), signatures("lattice_dec", b=64, project=0)]
+    found += [signatures("lattice_dec", b=64, project=0), *map(signatures, TOKEN_BY_TOKEN)]
     known = {signature for names in found for signature in names["KERNEL_SIGNATURES"].values()}
     entries = [entry for path in files([SHIPPED]) for entry in read(path).kernels]
     assert {entry.kernel for entry in entries} <= known

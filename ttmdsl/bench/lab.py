@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class GpuLab:
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
+        self._kept = TemporaryDirectory(prefix="ttmdsl-")  # what the oracle finds, for all trials
         self._free: SimpleQueue[Worker] = SimpleQueue()
         self._workers = [Worker() for _ in range(jobs)]
         for worker in self._workers:
@@ -44,6 +47,7 @@ class GpuLab:
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.stop()
+        self._kept.cleanup()
 
     def facts(self, trial: Trial) -> Facts:
         return self._workers[0].ask(facts, trial)  # type: ignore[no-any-return]
@@ -55,7 +59,7 @@ class GpuLab:
         def one(trial: Trial) -> Verdict:
             worker = self._free.get()
             try:
-                answer: Verdict = worker.ask(check, trial)
+                answer: Verdict = worker.ask(functools.partial(check, kept=Path(self._kept.name)), trial)
                 return answer
             except RuntimeError as error:
                 return Verdict(str(error))
@@ -191,10 +195,10 @@ def strayed(trial: Trial) -> str:
     return "" if worst <= APART else f"{case.shape[1]} tokens: {worst:.1e} from what it is by the rules"
 
 
-def check(trial: Trial) -> Verdict:
-    """What is wrong with the trial's outputs and gradients."""
+def check(trial: Trial, kept: Path | None = None) -> Verdict:
+    """What is wrong with the trial's outputs and gradients. `kept`: a folder for what they should be."""
     with launched(trial) as (module, _):
-        wrong = verdict(module, trial.case)[1]
+        wrong = verdict(module, trial.case, kept)[1]
         return Verdict(wrong) if wrong else refused(module, trial)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,13 +93,13 @@ def resolved(case: Case) -> str:
     return ("triton" if case.device == "cuda" else "torch") if case.backend == "auto" else case.backend
 
 
-def verdict(module: Any, case: Case) -> tuple[float, str]:
+def verdict(module: Any, case: Case, kept: Path | None = None) -> tuple[float, str]:
     """The worst relative error of outputs, final states and gradients, and what misses, if anything does.
 
     At lengths of whole units, whose kernels need no masks, with states that are given and asked for and, with decays in
     float32, as what is timed has them, without; at others; and for one token from a state, as in decoding. Without
     gradients the outputs must be the same. The oracle is the reference where the torch backend is what is timed, else
-    that backend in float64, which the tests hold to the reference.
+    that backend in float64, which the tests hold to the reference; what it finds is kept in a folder, if one is given.
     """
     from ttmdsl.drawing import Shape
     from ttmdsl.parity import parity
@@ -110,9 +111,9 @@ def verdict(module: Any, case: Case) -> tuple[float, str]:
     shapes.append(replace(alike, label="y alone", tokens=lengths[0], state=False, final=False, exact=True))
     shapes.append(replace(alike, label="a step", batch=2))
     oracle = "reference" if backend == "torch" else "torch"
-    dtypes = [case.torch_dtype]
+    how: dict[str, Any] = {"dtypes": [case.torch_dtype], "device": case.device, "oracle": oracle, "kept": kept}
     try:
-        rows = parity(module, dtypes=dtypes, shapes=shapes, backends=[backend], device=case.device, oracle=oracle)
+        rows = parity(module, shapes=shapes, backends=[backend], **how)
         plain = own(replace(case, shape=(1, lengths[0], H, D)), module, backend)
         alone, trained = plain.only_forward()(), plain.forward().detach()
     except Exception as error:  # a backend that cannot run, or no memory for the oracle
