@@ -112,6 +112,16 @@ def test_the_fastest_right_configuration_is_chosen(tmp_path: Path) -> None:
     assert all(trial.forced.get("scan") != faster for trial in fake.timed)
 
 
+def test_kernels_side_by_side_are_left_to_the_rules(tmp_path: Path) -> None:
+    fake = FakeLab()
+    fake.kernels["map"] = replace(SCAN, kernel="token segment again 0 products 4", config={"num_warps": 4})
+    fake.faster = quick("scan", 60, num_warps=8, num_stages=2, block=64)
+    table, said = tuned(fake, tmp_path / "sm_90.json")
+    assert [e.us for e in table.kernels] == [60]
+    assert len(said) == 1
+    assert not any("map" in trial.forced for trial in fake.asked)
+
+
 def test_what_finds_no_room_says_nothing_about_the_kernels_beside_it(tmp_path: Path) -> None:
     fake = FakeLab()
     large, fast = {"num_warps": 4, "num_stages": 1, "block": 32}, {"num_warps": 2, "num_stages": 1}
@@ -239,8 +249,6 @@ def test_candidates_are_what_a_kernel_can_make_use_of() -> None:
     walks = candidates(replace(MAP, config={**MAP.config, "block": 64}))
     assert {(c["num_stages"], c["block"]) for c in walks} == {(s, n) for s in (1, 2, 3) for n in (32, 64)}
     assert {c["num_warps"] for c in candidates(replace(SCAN, kernel="token scan 0 products 5"))} == {1, 2, 4, 8}
-    pieces = candidates(replace(SCAN, kernel="token piece in reverse 0 products 5", config={"num_warps": 4}))
-    assert {c["num_stages"] for c in pieces} == {1, 2, 3}  # states copied ahead
     assert {c["block"] for c in candidates(replace(SCAN, kernel="pairs read: weighs"))} == {32, 64}
 
 

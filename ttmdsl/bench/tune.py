@@ -144,9 +144,10 @@ def _kernels(
     plain: Trial, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
 ) -> Generator[tuple[str, Table], None, Trial]:
     """What was found out about each kernel of a trial, the longest first; returns the trial with all of them as they
-    are fastest."""
+    are fastest. Those that run beside one another are left to the rules: what one takes is not what both do."""
     base, kernels = lab.times(plain), lab.facts(plain).kernels
-    long = [name for name in kernels if base.get(name, 0.0) > settings.negligible * sum(base.values())]
+    alone = [name for name, entry in kernels.items() if entry.kernel.split()[1] not in ("segment", "piece")]
+    long = [name for name in alone if base.get(name, 0.0) > settings.negligible * sum(base.values())]
     configs = {name: _others(kernels[name], candidates(kernels[name])) for name in long}
     measured = _measured(plain, configs, lab, late)
     found: dict[str, Config] = {}
@@ -168,8 +169,7 @@ def candidates(entry: Entry) -> list[Config]:
     unit, way, *_ = entry.kernel.split()
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
-    short = (1, 2) if unit == "token" else (1, 2, 3, 4)
-    stages = (1, 2, 3) if walks or way == "piece" else (1,) if way == "map" else short
+    stages = (1, 2, 3) if walks else (1,) if way == "map" else (1, 2) if unit == "token" else (1, 2, 3, 4)
     blocks = [{"block": n} for n in (32, 64, 128) if n <= max(entry.tiles)] if "block" in entry.config else [{}]
     found: list[Config] = [
         {"num_warps": w, "num_stages": s, **block} for w, s, block in itertools.product(warps, stages, blocks)
