@@ -102,7 +102,7 @@ def queued(pieces: int) -> list[str]:
     s.room, s.apart = (lambda *_: None), (lambda _: nothing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_INTERPRET", False)
-        patch.setattr(module, "_side", lambda device: side)
+        patch.setattr(module, "_side", lambda main: side)
         patch.setattr(module, "_in_place", lambda *_: nothing)
         patch.setattr(module, "_rooms", lambda *_: {})
         patch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
