@@ -368,10 +368,8 @@ class KernelWriter:
         if param is None:
             self.text.body += self.store_output(name, value, "")
             return
-        total, pointer = (
-            self.printer.names.get(f"{name}_total"),
-            self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32"),
-        )
+        total = self.printer.names.get(f"{name}_total")
+        pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32")
         zero = f"tl.zeros({shape(value.axes)}, tl.float32)" if value.axes else "0.0"
         self.text.before.append(f"{total} = {load_block(pointer, base, value.axes, param.shape) if more else zero}")
         self.text.body.append(f"{total} += {self.printer.sanitized(value) if value.axes else self.printer.text[value]}")
