@@ -273,7 +273,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--budget", type=float, default=540, metavar="SECONDS", help="no new candidate after (default 540)"
     )
-    tune.add_argument("--jobs", type=int, default=4, metavar="N", help="processes that compile and check (default 4)")
+    jobs = max(2, min(12, os.cpu_count() or 4))  # Triton compiles on one core a process, or little more
+    told = f"processes that compile and check (default {jobs} here: the cores, 12 at most)"
+    tune.add_argument("--jobs", type=int, default=jobs, metavar="N", help=told)
     tune.add_argument("-o", "--output", type=Path, metavar="FILE", help="the table to extend (default: the user's own)")
     command(_list, "list", "list the shipped layers")
     return parser
