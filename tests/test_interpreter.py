@@ -184,6 +184,27 @@ def newton_schulz() -> tuple[float, float]:
     return fast, full
 
 
+def tanh_of(scale: float) -> float:
+    """The relative error of tanh of numbers of this size; in the other process."""
+    import torch
+
+    from ttmdsl.parity import relative_error
+
+    spec = "layer Bounded { dim d\n input q[d], k[d], v[d]\n memory S[d, d]\n bias -<S @ k, v>\n read tanh(S @ q) }"
+    module: Any = ttmdsl.loader.compile(spec)
+    numbers = scale * torch.linspace(-1, 1, 16)
+    nothing = torch.zeros(1, 1, 1, 16)
+    state = {"S": torch.diag(numbers).reshape(1, 1, 16, 16)}
+    q = torch.ones(1, 1, 1, 16)
+    y, _ = module.op(q=q, k=nothing, v=nothing, initial_state=state, backend="triton")
+    return relative_error(y.flatten().double(), numbers.double().tanh())
+
+
+def test_tanh_keeps_its_digits_near_zero(interpreter: ProcessPoolExecutor) -> None:
+    errors = {scale: interpreter.submit(tanh_of, scale).result() for scale in (1e-30, 1e-6, 1e-2, 0.25, 0.3, 1.0, 9.0)}
+    assert {scale: error for scale, error in errors.items() if error > 3e-7} == {}
+
+
 def test_newton_schulz_does_not_enlarge_rounding(interpreter: ProcessPoolExecutor) -> None:
     fast, full = interpreter.submit(newton_schulz).result()
     assert fast < 1e-4  # with plain tf32 1e-3

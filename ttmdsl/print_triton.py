@@ -149,7 +149,7 @@ class TritonPrinter(Printer):
             case "pow":
                 return self._tame(node, f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))")
             case "tanh":
-                return f"(2.0 * tl.sigmoid(2.0 * {ops[0]}) - 1.0)"
+                return f"_tanh({strip(ops[0])})"
             case "max" | "min":
                 return f"tl.{node.op}imum({strip(ops[0])}, {strip(ops[1])})"
             case "sign":
