@@ -30,6 +30,7 @@ SCALAR: dict[str, Callable[..., Tensor]] = {
     "tanh": torch.tanh,
     "erf": torch.erf,
     "sigmoid": torch.sigmoid,
+    "softplus": torch.nn.functional.softplus,
     "abs": torch.abs,
     "sign": torch.sign,
     "step": lambda x: (x > 0).to(x.dtype),

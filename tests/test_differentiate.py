@@ -62,6 +62,7 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "tanh": lambda n, b: b.map("tanh", n.x),
     "erf": lambda n, b: b.map("erf", n.x),
     "sigmoid": lambda n, b: b.map("sigmoid", n.x),
+    "softplus": lambda n, b: b.map("softplus", n.x),
     "abs": lambda n, b: b.map("abs", n.x),
     "sign": lambda n, b: b.mul(b.map("sign", n.x), n.y),
     "step": lambda n, b: b.mul(b.map("step", n.x), n.y),

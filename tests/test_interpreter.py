@@ -184,25 +184,34 @@ def newton_schulz() -> tuple[float, float]:
     return fast, full
 
 
-def tanh_of(scale: float) -> float:
-    """The relative error of tanh of numbers of this size; in the other process."""
+def error_of(function: str, middle: float, width: float) -> float:
+    """The relative error of a function of numbers around one; in the other process."""
     import torch
 
     from ttmdsl.parity import relative_error
 
-    spec = "layer Bounded { dim d\n input q[d], k[d], v[d]\n memory S[d, d]\n bias -<S @ k, v>\n read tanh(S @ q) }"
-    module: Any = ttmdsl.loader.compile(spec)
-    numbers = scale * torch.linspace(-1, 1, 16)
-    nothing = torch.zeros(1, 1, 1, 16)
+    memory = "input q[d], k[d], v[d]\n memory S[d, d]\n bias -<S @ k, v>"
+    module: Any = ttmdsl.loader.compile(f"layer Bare {{ dim d\n {memory}\n read {function}(S @ q) }}")
+    numbers = middle + width * torch.linspace(-1, 1, 16)
+    q, nothing = torch.ones(1, 1, 1, 16), torch.zeros(1, 1, 1, 16)
     state = {"S": torch.diag(numbers).reshape(1, 1, 16, 16)}
-    q = torch.ones(1, 1, 1, 16)
     y, _ = module.op(q=q, k=nothing, v=nothing, initial_state=state, backend="triton")
-    return relative_error(y.flatten().double(), numbers.double().tanh())
+    exact = {"tanh": torch.tanh, "softplus": lambda x: x.clamp(min=0) + (-x.abs()).exp().log1p()}[function]
+    return relative_error(y.flatten().double(), exact(numbers.double()))
 
 
-def test_tanh_keeps_its_digits_near_zero(interpreter: ProcessPoolExecutor) -> None:
-    errors = {scale: interpreter.submit(tanh_of, scale).result() for scale in (1e-30, 1e-6, 1e-2, 0.25, 0.3, 1.0, 9.0)}
-    assert {scale: error for scale, error in errors.items() if error > 3e-7} == {}
+@pytest.mark.parametrize(
+    ("function", "most", "places"),
+    [
+        ("tanh", 3e-7, [(0, 1e-30), (0, 1e-6), (0, 1e-2), (0, 0.25), (0, 0.3), (0, 1), (0, 9)]),
+        ("softplus", 2e-6, [(0, 1e-6), (-0.5, 0.5), (-3, 1), (-9, 1), (-30, 1), (-70, 1), (2, 2), (60, 40)]),
+    ],
+)
+def test_functions_keep_their_digits(
+    function: str, most: float, places: list[tuple[float, float]], interpreter: ProcessPoolExecutor
+) -> None:
+    errors = {place: interpreter.submit(error_of, function, *place).result() for place in places}
+    assert {place: error for place, error in errors.items() if error > most} == {}
 
 
 def test_newton_schulz_does_not_enlarge_rounding(interpreter: ProcessPoolExecutor) -> None:

@@ -324,6 +324,7 @@ def test_numbers_fold_as_they_compute() -> None:
     b = Builder(DIMS)
     for op, f in (("tanh", math.tanh), ("erf", math.erf), ("sqrt", math.sqrt), ("abs", abs)):
         assert b.map(op, b.const(0.7)).value == pytest.approx(f(0.7))
+    assert b.map("softplus", b.const(-0.7)).value == pytest.approx(math.log(1 + math.exp(-0.7)))
     assert b.map("max", b.const(2), b.const(-3)).value == 2
     assert b.map("step", b.const(0)).value == 0
     assert b.map("sign", b.const(-2)).value == -1

@@ -72,6 +72,7 @@ CASES = [
     ("the logarithm too", lambda b, x, p: b.map("log2", b.mul(x, x)), "zero"),
     ("a broadcast value", lambda b, x, p: b.mul(b.expand(b.sum(x, {"i"}), {"i"}), b.map("exp2", x)), "finite"),
     ("1 at zero", lambda b, x, p: b.map("exp2", x), "finite"),
+    ("log 2 at zero", lambda b, x, p: b.map("softplus", x), "finite"),
     ("a power of any other number", lambda b, x, p: b.map("exp2", b.sub(x, b.sum(x, {"i"}))), "wild"),
     ("softmax", lambda b, x, p: b.map("exp2", b.sub(x, b.amax(x, {"i"}))), "wild"),
     ("a root of any number", lambda b, x, p: b.map("sqrt", b.sub(x, b.sum(x, {"i"}))), "wild"),

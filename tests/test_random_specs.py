@@ -149,6 +149,15 @@ FOUND = {
       optimizer momentum(decay = 0.5, rate = eta, batch = 5)
       read S^T @ power(q, 2)
     }""",
+    "momenta of a memory that keeps all, in groups": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], k[d_k], v[d_v]
+      gate theta: decay, eta: positive
+      memory S[d_v, d_k]
+      bias 1/2 * |S @ k - v|^2
+      optimizer momentum(decay = theta, rate = eta, batch = 4)
+      read S @ q
+    }""",
 }
 
 

@@ -395,6 +395,7 @@ _FOLDED: dict[str, Callable[..., float]] = {
     "rsqrt": lambda x: 1 / math.sqrt(x),
     "tanh": math.tanh,
     "erf": math.erf,
+    "softplus": lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))),
     "abs": abs,
     "sign": lambda x: math.copysign(1.0, x) if x else 0.0,
     "step": lambda x: float(x > 0),

@@ -218,6 +218,7 @@ RULES: dict[str, Rule] = {
         lambda b, x, y: b.mul(b.const(2 / math.sqrt(math.pi)), b.map("exp2", b.mul(b.const(-1 / LN2), b.mul(x, x))))
     ),
     "sigmoid": _unary(lambda b, x, y: b.mul(y, b.sub(b.const(1.0), y))),
+    "softplus": _unary(lambda b, x, y: b.map("sigmoid", x)),
     "abs": _unary(lambda b, x, y: b.map("sign", x)),
     "sign": _flat,
     "step": _flat,

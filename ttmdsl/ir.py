@@ -12,7 +12,8 @@ log2 takes 0 for a number next to it: a share that has underflowed still has a l
     node  = leaf(role, name)         per-token or per-head tensor, carry, cotangent: see Role
           | const(value) | size(dim)
           | add(a, b) | mul(a, b) | max(a, b) | min(a, b) | neg(a) | recip(a) | pow(a; exponent)
-          | exp2(a) | log2(a) | sqrt(a) | rsqrt(a) | tanh(a) | erf(a) | sigmoid(a) | abs(a) | sign(a) | step(a)
+          | exp2(a) | log2(a) | sqrt(a) | rsqrt(a) | tanh(a) | erf(a) | sigmoid(a) | softplus(a) | abs(a)
+          | sign(a) | step(a)
           | select(flag, a, b)       flag is a 0/1 scalar
           | expand(a; axes)          the only implicit-free broadcast: repeats along new axes
           | rename(a; from, to)      the same tile under another axis name
@@ -65,7 +66,7 @@ DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
 # what takes much longer than a product of tiles
 DEAR = DECAYED | {"tri_inv"}
 ELEMENTWISE = frozenset(
-    "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid abs sign step select".split()
+    "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid softplus abs sign step select".split()
 )
 STRUCTURAL = frozenset(
     "leaf const size expand rename sum amax contract mask cumsum tri_inv newton_schulz newton_schulz_back"
@@ -301,6 +302,8 @@ def verify(program: Program) -> None:
             held[n] &= {x for a in n.args for x in held[a]}
         assert n.op == "expand" or held[n] == {*n.axes}, (n.op, n.axes, held[n])
         assert n.op in ELEMENTWISE | STRUCTURAL, n.op
+        # what goes along an axis needs it whole
+        assert n.op not in ("sum", "amax", "cumsum", "tri_inv") or n.args[0].op != "expand", (n.op, n.args[0].axes)
         union = {x for a in n.args for x in a.axes}
         if n.op in ELEMENTWISE:
             assert set(n.axes) == union, (n.op, n.axes, union)

@@ -315,7 +315,7 @@ def log2(b: Builder, value: Node) -> Node:
 def positive(value: Node) -> bool:
     """Whether a value is positive for all inputs that the spec allows."""
     match value.op:
-        case "exp2" | "sigmoid":
+        case "exp2" | "sigmoid" | "softplus":
             return True
         case "const":
             return bool(value.value and value.value > 0)

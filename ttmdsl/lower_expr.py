@@ -191,10 +191,7 @@ class ExprLowering:
                 return b.mul(b.const(1 / LOG2E), b.map("log2", x))
             case "relu":
                 return b.map("max", x, b.const(0.0))
-            case "softplus":  # max(x, 0) + log(1 + exp(-|x|)) overflows nowhere
-                tail = b.map("log2", b.add(b.const(1.0), self.map("exp", b.neg(b.map("abs", x)))))
-                return b.add(b.map("max", x, b.const(0.0)), b.mul(b.const(1 / LOG2E), tail))
-            case "sqrt" | "abs" | "sign" | "sigmoid" | "tanh":
+            case "sqrt" | "abs" | "sign" | "sigmoid" | "softplus" | "tanh":
                 return b.map(fn, x)
             case _:
                 return self.formula(functions.formula(fn), {"x": x})

@@ -64,6 +64,8 @@ class PaddingAnalysis:
                 return worst if node.attr[1] == 0 else "wild"
             case "sigmoid":
                 return "finite"
+            case "softplus":  # log 2 at zero
+                return "finite" if worst == "zero" else worst
             case "select":
                 return _worst(kinds[1:])
             case _:

@@ -133,6 +133,8 @@ class TorchPrinter(Printer):
                 return f"({ops[0]} ** {float(node.attr[0])!r})"
             case "log2":
                 return f"_log2({strip(ops[0])})"
+            case "softplus":  # by itself torch takes x where it exceeds 20
+                return f"F.softplus({strip(ops[0])}, threshold=60.0)"
             case "max" | "min":
                 bound = {"max": "min", "min": "max"}[node.op]
                 for text, limit in ((ops[0], constant(args[1])), (ops[1], constant(args[0]))):
@@ -161,7 +163,8 @@ class TorchPrinter(Printer):
                 return self._contract(node)
             case "mask":
                 fill = float(node.attr[1])
-                if fill == 0 and axes == ("t", "s") == args[0].axes and constant(args[0]) is None:
+                whole = axes == ("t", "s") == args[0].axes and args[0].op != "expand"
+                if fill == 0 and whole and constant(args[0]) is None:
                     return f"{self.text[args[0]]}.tril({0 if node.attr[0] == 'lower' else -1})"
                 # two numbers would give a tile of torch's default dtype
                 kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"

@@ -148,8 +148,8 @@ class TritonPrinter(Printer):
                 return self._tame(node, f"tl.rsqrt({strip(ops[0])})")
             case "pow":
                 return self._tame(node, f"tl.exp2({float(node.attr[0])!r} * tl.log2({ops[0]}))")
-            case "tanh":
-                return f"_tanh({strip(ops[0])})"
+            case "tanh" | "softplus":
+                return f"_{node.op}({strip(ops[0])})"
             case "max" | "min":
                 return f"tl.{node.op}imum({strip(ops[0])}, {strip(ops[1])})"
             case "sign":

@@ -37,7 +37,7 @@ FUNCTIONS = {
     "rho": "rho(r) = 1/2 * min(abs(r), delta)^2 + delta * max(abs(r) - delta, 0)",
 }
 VECTOR_FUNCTIONS = ("unit", "normed", "gated", "softmax")
-SCALAR_FUNCTIONS = ("tanh", "silu", "sigmoid")
+SCALAR_FUNCTIONS = ("tanh", "silu", "sigmoid", "softplus")
 
 
 @dataclass
