@@ -99,7 +99,7 @@ def queued(pieces: int) -> list[str]:
     current = [main]
     nothing: dict[str, None] = defaultdict(lambda: None)
     s = Schedule(device=torch.device("cuda"), N=1, piece=1, steps=([], range(pieces)))
-    s.room, s.apart = (lambda *_: None), (lambda _: nothing)
+    s.shape, s.apart = (lambda *_: ()), (lambda _: nothing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_INTERPRET", False)
         patch.setattr(module, "_side", lambda main: side)

@@ -163,8 +163,7 @@ class TorchPrinter(Printer):
                 return self._contract(node)
             case "mask":
                 fill = float(node.attr[1])
-                whole = axes == ("t", "s") == args[0].axes and args[0].op != "expand"
-                if fill == 0 and whole and constant(args[0]) is None:
+                if fill == 0 and axes == ("t", "s") == args[0].axes and args[0].op != "expand":
                     return f"{self.text[args[0]]}.tril({0 if node.attr[0] == 'lower' else -1})"
                 # two numbers would give a tile of torch's default dtype
                 kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"

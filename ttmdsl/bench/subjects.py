@@ -75,9 +75,14 @@ class Subject:
 # ---- tensors ------------------------------------------------------------------------------------------------
 
 
+def _told(module: Any) -> set[str]:
+    """The dims that tensors have, which tell their sizes."""
+    return {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
+
+
 def dims_at(module: Any, head: int) -> tuple[int, ...]:
     """Sizes for `drawing.sizes_of`: the head's, or four times that for a dim that memories alone have."""
-    told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
+    told = _told(module)
     free = [dim for dim, fixed in dims_of(module).items() if not fixed and dim not in module.FEATURES]
     return tuple(head if dim in told else 4 * head for dim in free)
 
@@ -102,8 +107,8 @@ def tensors(module: Any, case: Case, lead: tuple[int, ...] | None = None) -> dic
 
 def _deep(module: Any) -> bool:
     """Whether a memory has a dim that no tensor tells the size of."""
-    told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
-    return any(dim not in told | set(module.FEATURES) for axes in module.MEMORY.values() for dim in axes)
+    known = _told(module) | set(module.FEATURES)
+    return any(dim not in known for axes in module.MEMORY.values() for dim in axes)
 
 
 def initial_state(module: Any, case: Case) -> dict[str, Tensor] | None:
