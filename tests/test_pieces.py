@@ -66,7 +66,7 @@ def test_states_are_found_beside_the_walk_over_the_piece_before(interpreter: Pro
     assert interpreter.submit(queued, 1).result() == ["main: again", "main: walk"]  # one piece, one stream
     started = interpreter.submit(queued, 4).result()
     piece = ["main: again", "side waits for main", "side: walk"]
-    third, fourth = (["main waits for walk 0", *piece], ["main waits for walk 1", *piece])
+    third, fourth = ([f"main waits for walk {i}", "main pauses", *piece] for i in range(2))  # so that walk i + 1 starts
     assert started == [*piece, *piece, *third, *fourth, "main waits for walk 3"]
 
 
@@ -107,6 +107,8 @@ def queued(pieces: int) -> list[str]:
         patch.setattr(module, "_rooms", lambda *_: {})
         patch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
         patch.setattr(torch.cuda, "set_stream", current.append)
+        pause = SimpleNamespace(zero_=lambda: said.append(f"{current[-1].name} pauses"))
+        patch.setattr(torch, "empty", lambda *_, **__: pause)
         module._token_launch_backward(s, *[nothing] * 9)
     assert current[-1] is main
     return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -116,12 +117,15 @@ def loads() -> tuple[int, bool]:
             at_once[0] -= 1
 
     class Jit:
+        cache_key = ""
+
         def warmup(self, **constants: Any) -> Compiled:
             return Compiled()
 
     kernels = [SimpleNamespace(name=f"_{n}_kernel", jit=Jit()) for n in range(8)]
     about = "chunk", (0, 64), (0,), 2, (("d_k", 16), ("d_v", 16)), torch.float32, torch.device("cpu")
-    with mock.patch.object(module, "_hashing"), mock.patch.object(torch.cuda, "device"):
+    nothing = mock.patch.multiple(module, _hashing=mock.DEFAULT, _ask_ptxas=mock.DEFAULT)
+    with nothing, mock.patch.object(torch.cuda, "device"):
         rehearsal = module._Rehearsal(*about)
         rehearsal.threads = ThreadPoolExecutor(8)
         for kernel in kernels:
@@ -133,6 +137,31 @@ def loads() -> tuple[int, bool]:
 
 def test_kernels_are_loaded_one_at_a_time(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(loads).result() == (1, True)
+
+
+def hashes(cache: Path) -> tuple[list[str], bool]:
+    """Triton's hash of its files, by a module that finds the same cache three times, before the last one a file changes:
+    what it has Triton say, "" where Triton reads its files. And whether the interpreter takes turns as ever."""
+    import triton
+
+    module, interval, said = ttmdsl.load("mamba2"), sys.getswitchinterval(), []
+    files = list(module._triton_files())
+    changed = [(*files[0][:-1], files[0][-1] + 1), *files[1:]]
+    for found in (files, files, changed):
+        with (
+            mock.patch.dict("os.environ", TRITON_CACHE_DIR=str(cache)),
+            mock.patch.object(module, "_triton_files", return_value=found),
+            mock.patch.object(triton.runtime.cache, "triton_key", side_effect=triton.runtime.cache.triton_key) as reads,
+        ):
+            module._triton_hash()
+            said.append("" if reads.called else triton.runtime.cache.triton_key())
+    return [*said, triton.runtime.cache.triton_key()], sys.getswitchinterval() == interval
+
+
+def test_tritons_hash_of_its_files_is_kept_until_they_change(tmp_path: Path, interpreter: ProcessPoolExecutor) -> None:
+    (first, again, changed, own), turns = interpreter.submit(hashes, tmp_path).result()
+    assert (first, again, changed) == ("", own, "")
+    assert turns
 
 
 def read_late(path: Path) -> tuple[set[str], set[str], float]:
