@@ -140,7 +140,7 @@ def test_kernels_are_loaded_one_at_a_time(interpreter: ProcessPoolExecutor) -> N
 
 
 def hashes(cache: Path) -> tuple[list[str], bool]:
-    """Triton's hash of its files, by a module that finds the same cache three times, before the last one a file changes:
+    """Triton's hash of its files, by a module that finds one cache three times, before the last one a file changes:
     what it has Triton say, "" where Triton reads its files. And whether the interpreter takes turns as ever."""
     import triton
 
