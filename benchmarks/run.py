@@ -227,7 +227,7 @@ def compile_case(case: Case) -> None:
     peers.compile_only()
     module = case.load()
     verdict(module, case)
-    for _, make in (("", lambda: own(case, module, "triton")), *others(case, module, False)):
+    for _, make in (("", lambda: own(case, module, "triton")), *others(case, module, True, False)):
         with contextlib.suppress(Exception):  # what fails will fail when it is measured, and say why
             subject = make()
             for work in (subject.only_forward, subject.both, *([subject.step] if subject.step else [])):

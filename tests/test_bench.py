@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +68,16 @@ def test_a_row_for_us_and_one_for_the_reference() -> None:
     assert other.floor_forward is None
     (alone,) = bench([case()], clock, Wanted(peers=False, step=False, check=False))
     assert alone.step is alone.error is None
+
+
+def test_torch_compile_has_a_row_without_peers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = mock.Mock(side_effect=lambda forward: forward)
+    monkeypatch.setattr(torch, "compile", compiled)
+    mine, other = bench([case()], FakeClock(), Wanted(peers=False, step=False, compiled=True))
+    assert (mine.who, other.who) == ("ttmdsl torch", "torch.compile")
+    assert compiled.called
+    assert other.error is not None
+    assert other.error < 1e-5
 
 
 def test_the_floor_is_eleven_tensors() -> None:

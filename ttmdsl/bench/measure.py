@@ -147,8 +147,7 @@ def bench(cases: Iterable[Case], clock: Clock, wanted: Wanted, done: Container[K
                 if wanted.cold:
                     mine = first(mine, case)
             yield mine
-        if wanted.peers:
-            yield from _others(case, module, clock, wanted, done, trusted=not mine.failed)
+        yield from _others(case, module, clock, wanted, done, trusted=not mine.failed)
 
 
 def _others(
@@ -163,7 +162,7 @@ def _others(
     def compare(subject: Subject) -> float | None:
         return apart(subject.only_forward()(), expected()) if subject.same else None  # type: ignore[arg-type]
 
-    for who, make in others(case, module, wanted.compiled):
+    for who, make in others(case, module, wanted.peers, wanted.compiled):
         row = Row(case.layer, case.shape, case.dtype, who)
         if row.key not in done:
             row = timed(row, make, clock, wanted, compare if trusted else None)

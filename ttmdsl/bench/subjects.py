@@ -174,12 +174,14 @@ def block(case: Case, who: str, make: Callable[[], Any]) -> Subject:
     return Subject(who, lambda: made(x)[0], [x, *made.parameters()], same=False)
 
 
-def others(case: Case, module: Any, with_compiled: bool) -> Iterator[tuple[str, Callable[[], Subject]]]:
+def others(
+    case: Case, module: Any, with_peers: bool, with_compiled: bool
+) -> Iterator[tuple[str, Callable[[], Subject]]]:
     """All that a case can be held against here, and what makes it: on a GPU the peers that are installed, elsewhere the
-    reference."""
-    if case.device != "cuda":
+    reference; and torch.compile."""
+    if with_peers and case.device != "cuda":
         yield "ttmdsl reference", lambda: own(case, module, "reference")
-    else:
+    elif with_peers:
         yield from _peers(case, module)
     if with_compiled:
         yield "torch.compile", lambda: compiled(case, module)
