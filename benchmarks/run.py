@@ -38,6 +38,7 @@ Rows: TypeAlias = dict[tuple[str, Shape, str], Row]  # by layer, shape and who c
 
 FIRST, LARGE, LONG = (8, 2048, 16, 64), (4, 8192, 16, 128), (1, 32768, 16, 128)
 SHAPES: tuple[Shape, ...] = (FIRST, LARGE, LONG, (32, 512, 8, 64), (2, 4096, 32, 64))
+SHORT = (64, 256, 16, 64)  # as many tokens as FIRST, in sequences whose units torch.compile unrolls in time
 LENGTHS: tuple[Shape, ...] = ((8, 512, 16, 64), (8, 1024, 16, 64), (8, 4096, 16, 64), (8, 8192, 16, 64))
 PEERED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa".split()
 EXACT = "lattice_dec"
@@ -67,7 +68,7 @@ class Part:
 PARTS = (
     Part("fla", PEERED, SHAPES, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     Part("own", OWN, (FIRST, LARGE), ["--no-peers"]),
-    Part("deep", DEEP, (FIRST,), ["--no-peers", "--compiled"], ("ttmdsl triton", "torch.compile"), 200),
+    Part("deep", DEEP, (SHORT,), ["--no-peers", "--compiled"], ("ttmdsl triton", "torch.compile"), 200),
     Part("titans", ["titans:b=64"], (FIRST, LARGE), (), ("ttmdsl triton", "ttmdsl Layer", "titans-pytorch")),
     Part("lengths", ["mamba2", "gated_delta_net"], LENGTHS, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     # where the time goes, kernel by kernel: asked for by name, into a file of its own
@@ -151,7 +152,7 @@ def bars() -> Iterator[Bar]:
                     yield Bar(f"{layer} {shape} {what}, ms", ratio(place), most, "below")
     for layer in DEEP:
         for what, least in (("forward", None), ("both", 3.0)):
-            place = ((layer, FIRST, "torch.compile", what), (layer, FIRST, triton, what))
+            place = ((layer, SHORT, "torch.compile", what), (layer, SHORT, triton, what))
             yield Bar(f"torch.compile / ours, {layer} {what}", ratio(*place), least)
     for shape in (FIRST, LARGE):
         for what in ("forward", "both"):
