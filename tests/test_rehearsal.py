@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -137,6 +138,38 @@ def loads() -> tuple[int, bool]:
 
 def test_kernels_are_loaded_one_at_a_time(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(loads).result() == (1, True)
+
+
+def builds() -> tuple[bool, bool, bool]:
+    """Whether two threads that load kernels have the C compiler at work at once, and load what it builds one at a time;
+    whether the lock is free after a failure, which is handed on; and whether what loads nothing calls it as ever."""
+    module = ttmdsl.load("mamba2")
+    both, alone = threading.Barrier(2, timeout=20), threading.Lock()
+
+    def build(name: str) -> str:
+        if name == "fails":
+            raise RuntimeError(name)
+        both.wait()
+        return name
+
+    def load(name: str) -> bool:
+        with module._loading:
+            module._beside(build)(name)
+            free = alone.acquire(blocking=False)
+            time.sleep(0.02)
+            alone.release()
+            return free
+
+    with ThreadPoolExecutor(2) as threads:
+        loaded = all(threads.map(load, ("first", "second")))
+        outside = list(threads.map(module._beside(build), ("first", "second"))) == ["first", "second"]
+        with pytest.raises(RuntimeError, match="fails"):
+            load("fails")
+        return loaded, threads.submit(module._loading.acquire, False).result(), outside
+
+
+def test_the_c_compiler_builds_what_launches_several_kernels_at_once(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(builds).result() == (True, True, True)
 
 
 def hashes(cache: Path) -> tuple[list[str], bool]:
