@@ -155,17 +155,22 @@ def builds() -> tuple[bool, bool, bool]:
     def load(name: str) -> bool:
         with module._loading:
             module._beside(build)(name)
-            free = alone.acquire(blocking=False)
+            first = alone.acquire(blocking=False)
             time.sleep(0.02)
             alone.release()
-            return free
+            return first
+
+    def free() -> bool:
+        if got := module._loading.acquire(blocking=False):
+            module._loading.release()
+        return got
 
     with ThreadPoolExecutor(2) as threads:
         loaded = all(threads.map(load, ("first", "second")))
         outside = list(threads.map(module._beside(build), ("first", "second"))) == ["first", "second"]
         with pytest.raises(RuntimeError, match="fails"):
             load("fails")
-        return loaded, threads.submit(module._loading.acquire, False).result(), outside
+        return loaded, threads.submit(free).result(), outside
 
 
 def test_the_c_compiler_builds_what_launches_several_kernels_at_once(interpreter: ProcessPoolExecutor) -> None:
