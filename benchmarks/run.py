@@ -228,7 +228,8 @@ def compile_case(case: Case) -> None:
     peers.compile_only()
     module = case.load()
     verdict(module, case)
-    for _, make in (("", lambda: own(case, module, "triton")), *others(case, module, True, False)):
+    peers_of_it = others(case, module, with_peers=True, with_compiled=False)
+    for _, make in (("", lambda: own(case, module, "triton")), *peers_of_it):
         with contextlib.suppress(Exception):  # what fails will fail when it is measured, and say why
             subject = make()
             for work in (subject.only_forward, subject.both, *([subject.step] if subject.step else [])):
