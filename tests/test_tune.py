@@ -22,7 +22,7 @@ from ttmdsl.bench.lab import GpuLab, Worker
 from ttmdsl.bench.subjects import Case
 from ttmdsl.bench.tune import Facts, Settings, Trial, Verdict, candidates, tune
 from ttmdsl.errors import LoadError
-from ttmdsl.tuning import Entry, Table, read, without_gradients
+from ttmdsl.tuning import CONFIG, Entry, Table, read, without_gradients
 
 CASE = Case("delta_net", (8, 2048, 16, 64))
 SCAN = Entry(
@@ -110,6 +110,30 @@ def test_the_fastest_right_configuration_is_chosen(tmp_path: Path) -> None:
     assert said[0].endswith("scan: num_warps=8 num_stages=2 block=64: 60 us, by the rules 100 us")
     assert len(said) == 2  # the negligible kernel stays as it is
     assert all(trial.forced.get("scan") != faster for trial in fake.timed)
+
+
+def test_the_order_of_values_is_chosen_at_the_fastest_configuration(tmp_path: Path) -> None:
+    fake = FakeLab()
+    narrow, wide = {"num_warps": 4, "num_stages": 2, "block": 32}, {"num_warps": 8, "num_stages": 2, "block": 64}
+    fake.faster = quick("scan", 60, **narrow) | quick("scan", 70, **wide) | quick("map", 20, **MAP.config, order=2)
+    for order, us in ((3, 55), (4, 40), (5, 10)):
+        fake.faster |= quick("scan", us, **narrow, order=order)
+    fake.wrong, fake.broken = [{**narrow, "order": 5}], [{**MAP.config, "order": 7}]
+    table, said = tuned(fake, tmp_path / "sm_90.json")
+    scan, beside, map_ = sorted(table.kernels, key=lambda e: (e.kernel != SCAN.kernel, not e.narrow))
+    assert (scan.config, scan.us, scan.default_us) == ({**narrow, "order": 4}, 40, 100)
+    assert (beside.config, beside.us) == (wide, 70)  # where narrow blocks do not count
+    assert (map_.config, map_.us, map_.default_us) == ({**MAP.config, "order": 2}, 20, 50)
+    assert {(e.kernel, e.config["order"]) for e in table.excluded} == {(SCAN.kernel, 5), (MAP.kernel, 7)}
+    assert said[-2].endswith("scan: num_warps=4 num_stages=2 block=32 order=4: 40 us, by the rules 100 us")
+
+
+def test_walks_over_tokens_have_one_order(tmp_path: Path) -> None:
+    fake = FakeLab()
+    fake.kernels = {"scan": replace(SCAN, kernel="token scan 4 products 0", config={"num_warps": 4, "num_stages": 3})}
+    tuned(fake, tmp_path / "sm_90.json")
+    assert fake.asked
+    assert not any("order" in config for trial in fake.asked for config in trial.forced.values())
 
 
 def test_kernels_side_by_side_are_left_to_the_rules(tmp_path: Path) -> None:
@@ -215,7 +239,8 @@ def test_what_was_not_measured_is_left_to_the_rules(tmp_path: Path) -> None:
 def test_kernels_are_measured_together_and_apart_where_that_goes_wrong(tmp_path: Path) -> None:
     fake = FakeLab()
     tuned(fake, tmp_path / "a.json")
-    assert len(fake.timed) == 1 + max(len(candidates(e)) for e in (SCAN, MAP)) - 1  # by the rules, and a round for each
+    rounds = max(len(candidates(e)) for e in (SCAN, MAP)) - 1
+    assert len(fake.timed) == 1 + rounds + len(CONFIG["order"])  # by the rules, and a round for each of the others
     assert any(len(trial.forced) == 2 for trial in fake.timed)
     fake = FakeLab()
     fake.faster = quick("map", 20, **candidates(MAP)[0])

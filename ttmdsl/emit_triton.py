@@ -22,7 +22,7 @@ from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table, without_gradients
-from ttmdsl.write_kernel import KernelText, saved_name, write_map, write_scan
+from ttmdsl.write_kernel import KernelText, saved_name, write_kernel, write_scan
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_walks import write_token_backward
 
@@ -118,7 +118,7 @@ def _forms(lowered: Lowered) -> dict[str, Form]:
     return {k: f for k, f in found.items() if f and all(n.op != "norm_scan" for n in f.forward.nodes)}
 
 
-def write_forms(lowered: Lowered) -> list[FormTexts]:
+def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
     """All kernels of a layer: the chunk forms where there are any, last the sequential form."""
     spec = lowered.rule.spec
     tokens = unit_tokens(lowered)
@@ -129,7 +129,7 @@ def write_forms(lowered: Lowered) -> list[FormTexts]:
     for name, form in chunks:
         found = plan(name, form, tokens, division)
         division = found.division
-        texts.append(_form_texts(spec, found, weights(tokens)))
+        texts.append(_form_texts(spec, found, weights(tokens), tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
     scan = write_scan(spec, token)
@@ -143,12 +143,12 @@ def write_staged(lowered: Lowered) -> StageTexts | None:
     return write_stages(lowered.rule.spec, found) if found else None
 
 
-def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, weight: Weight, tables: Tables) -> FormTexts:
     b = p.forward[0].program.builder
     rounded = p.rounded()
 
     def write(k: Kernel) -> KernelText:
-        return write_scan(spec, k, rounded) if k.kind == "scan" else write_map(spec, k, weight, rounded)
+        return write_kernel(spec, k, weight, rounded, tables)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}
@@ -170,7 +170,7 @@ def _form_texts(spec: LayerSpec, p: Plan, weight: Weight) -> FormTexts:
 def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     """The section's source text, with what the tables hold for its kernels."""
     spec = lowered.rule.spec
-    *chunks, token = write_forms(lowered)
+    *chunks, token = write_forms(lowered, tables)
     staged = write_staged(lowered)
     texts = (*chunks, *((staged,) if staged else ()), token)
     kernels = [k for text in texts for k in text.kernels()]

@@ -85,7 +85,7 @@ def constants(consts: Mapping[str, float]) -> dict[str, float]:
 def _module(text: str, filename: str, consts: Mapping[str, float]) -> ModuleType:
     consts = constants(consts)
     options = Options.from_environment()
-    key = cache.key(text, consts, tuning.digest(options.tuned))
+    key = cache.key(text, consts, tuning.digest(options.tuned) + " all orders" * options.all_orders)
     name = f"ttmdsl_generated.{key}"
     with _lock:
         if name not in sys.modules:

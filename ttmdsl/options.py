@@ -18,11 +18,13 @@ class Options:
     """`cache`: folder of compiled modules (TTM_CACHE_DIR). `dump`: folder for the print of every stage (TTM_DUMP).
 
     `tuned`: folders of tables of launch configurations: the package's own, then the user's (TTM_TUNED_DIR).
+    `all_orders`: kernels in all the orders that their values may be computed in (TTM_ORDERS=all), to measure them.
     """
 
     cache: Path
     dump: Path | None = None
     tuned: tuple[Path, ...] = ()
+    all_orders: bool = False
 
     @classmethod
     def from_environment(cls) -> Options:
@@ -31,6 +33,7 @@ class Options:
             cache=Path(cache).expanduser() if cache else _user_cache(),
             dump=Path(dump).expanduser() if dump else None,
             tuned=(SHIPPED, Path(tuned).expanduser() if tuned else _user_tables()),
+            all_orders=os.environ.get("TTM_ORDERS") == "all",
         )
 
 

@@ -133,7 +133,7 @@ def compile_source(text: str, filename: str, consts: Mapping[str, float], option
 
 def run(text: str, filename: str, consts: Mapping[str, float], options: Options, after: str = STAGES[-1].name) -> Job:
     """Every stage up to and including `after`; each prints itself to `options.dump` if that is a folder."""
-    job = Job(text, filename, consts, read_all(options.tuned))
+    job = Job(text, filename, consts, read_all(options.tuned, options.all_orders))
     for number, stage in enumerate(STAGES):
         job.done[stage.name] = stage.run(job)
         if options.dump is not None:

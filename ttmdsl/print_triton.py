@@ -13,7 +13,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
-from ttmdsl.schedule import Weight, best_order, peak, with_loads
+from ttmdsl.schedule import Weight, order_by, peak, with_loads
 
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
@@ -55,6 +55,7 @@ class TritonPrinter(Printer):
         self.loaded: set[Node] = set()  # what earlier kernels left in the inputs' dtype
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
         self.place: dict[Node, int] = {}  # an order that may be the best
+        self.ordering = 0  # the number of the order, of least peak if 0
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
         def loaded(n: Node) -> bool:
@@ -65,7 +66,7 @@ class TritonPrinter(Printer):
         for n in rest:
             place[n] = self.place.get(n, max((place.get(a, -1) for a in self.operands(n)), default=-1))
         rest.sort(key=place.__getitem__)
-        computed = best_order(rest, kept, self.operands, self.weight, loaded)
+        computed = order_by(self.ordering, rest, kept, self.operands, self.weight, loaded)
         # a root may be loaded, too, and no operand of anything
         best = list(dict.fromkeys([*with_loads(computed, self.operands, loaded), *nodes]))
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))

@@ -1,7 +1,8 @@
 """The order in which a kernel computes its values: tiles live in registers, so few should be alive at once.
 
-Input: nodes in any order that respects dependence, and what they weigh. Output: the best of a few such orders by peak.
-Does not choose what is computed.
+Input: nodes in any order that respects dependence, and what they weigh. Output: the best of a few such orders by peak;
+or one of them by its number, since what a compiler makes of an order only measuring tells. Does not choose what is
+computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ Weight = Callable[[Node], float]
 # tiles that an operation needs beside its operands and its result, as ahead-of-time compilation shows them
 WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
+
+ORDERS = 7  # ways to order values, whatever the peak: numbers from 1 on
 
 BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
 
@@ -78,11 +81,21 @@ def best_order(
     """The nodes in the order of least peak: depth first, in both directions, or greedy; `kept` live to the end, what is
     `loaded` from its first use."""
     work = Work(nodes, kept, operands, weight, loaded)
-    given = list(range(len(nodes)))
-    ends = [i for i in given if not work.users[i]]
-    orders = [given, work.greedy()]
-    orders += [work.depth_first(roots, flip) for roots in (ends, ends[::-1]) for flip in (False, True)]
-    return [nodes[i] for i in work.best(orders)]
+    return [nodes[i] for i in work.best(map(work.order, range(1, ORDERS)))]
+
+
+def order_by(
+    number: int,
+    nodes: Sequence[Node],
+    kept: Iterable[Node],
+    operands: Operands,
+    weight: Weight,
+    loaded: Callable[[Node], bool],
+) -> list[Node]:
+    """The nodes in the order of that number; 0 is the one of least peak."""
+    if not number:
+        return best_order(nodes, kept, operands, weight, loaded)
+    return [nodes[i] for i in Work(nodes, kept, operands, weight, loaded).order(number)]
 
 
 def wider_order(
@@ -163,6 +176,15 @@ class Work:
             if found < least:
                 best, least = order, found
         return best
+
+    def order(self, number: int) -> list[int]:
+        """The order given; greedy; depth first, from the first end on or the last, an operation's first operand first
+        or its last; always what raises the peak least."""
+        given = list(range(self.computed))
+        if number in (1, 2, ORDERS):
+            return given if number == 1 else self.greedy() if number == 2 else self.frugal()
+        ends = [i for i in given if not self.users[i]]
+        return self.depth_first(ends if number < 5 else ends[::-1], flip=number % 2 == 0)
 
     def depth_first(self, roots: Sequence[int], flip: bool) -> list[int]:
         order: dict[int, None] = {}

@@ -35,6 +35,7 @@ CONFIG = {
     "maxnreg": (64, 80, 96, 128, 168, 255),  # most registers of a thread: 168 let three blocks of four warps be at once
     "block": (16, 32, 64, 128, 256),  # the width of the blocks that a scan's grid splits a free dim into
     "chunk": (16, 32, 64, 128),  # tokens of a unit
+    "order": (1, 2, 3, 4, 5, 6, 7),  # in which a kernel computes its values: by the numbers of schedule.py
 }
 
 
@@ -98,9 +99,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of all GPUs, by compute capability: 90 for "sm_90"."""
+    """The tables of all GPUs, by compute capability: 90 for "sm_90". `all_orders`: modules have every kernel in all the
+    orders that there are, so that they can be measured."""
 
     by_capability: dict[int, Table] = field(default_factory=dict)
+    all_orders: bool = False
+
+    def orders(self, signature: str) -> tuple[int, ...]:
+        """The numbers of the orders that a kernel of that signature may be launched with, beside its own."""
+        if self.all_orders:
+            return CONFIG["order"]
+        names = signature, without_gradients(signature)
+        entries = (e for table in self.by_capability.values() for e in table.kernels if e.kernel in names)
+        return tuple(sorted({e.config["order"] for e in entries if "order" in e.config}))
 
     def kernels(self, names: dict[str, str]) -> Measured:
         """What a module carries for its kernels, given as name to signature."""
@@ -166,14 +177,14 @@ def digest(folders: Sequence[Path]) -> str:
     return found.hexdigest()
 
 
-def read_all(folders: Sequence[Path]) -> Tables:
+def read_all(folders: Sequence[Path], all_orders: bool = False) -> Tables:
     """The tables of the folders, merged."""
     merged: dict[int, Table] = {}
     for path in files(folders):
         table = read(path)
         capability = int(table.target.removeprefix("sm_"))
         merged[capability] = merged[capability].merge(table) if capability in merged else table
-    return Tables(merged)
+    return Tables(merged, all_orders)
 
 
 def read(path: Path) -> Table:

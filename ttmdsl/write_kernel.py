@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,12 +35,12 @@ from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
-from ttmdsl.tuning import signature, without_gradients
+from ttmdsl.tuning import Tables, signature, without_gradients
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
-    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN row head back slot inside token program"
+    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN ORDER row head back slot inside token program"
     " step block lane here there begin fresh piece slot_0".split()
 )
 
@@ -82,7 +82,8 @@ class Kept:
 @dataclass
 class KernelText:
     """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state. `found`: what a
-    walk that finds a segment's states again leaves of every token, and its axes."""
+    walk that finds a segment's states again leaves of every token, and its axes. `others`: the body in other orders, by
+    their numbers."""
 
     name: str
     doc: str
@@ -98,6 +99,7 @@ class KernelText:
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
+    others: dict[int, list[str]] = field(default_factory=dict)
     after: list[str] = field(default_factory=list)
     ahead: list[Ahead] = field(default_factory=list)
     found: dict[str, Axes] = field(default_factory=dict)
@@ -402,14 +404,44 @@ def printer_of(program: Program, spec: LayerSpec, weight: Weight, wide: Containe
     return TritonPrinter(program.builder, Names(taken), program.unit, weight, wide)
 
 
-def write_scan(spec: LayerSpec, kernel: Kernel, rounded: Container[Node] = ()) -> KernelText:
-    """The text of a scan kernel: a walk over the units of one sequence and head. `rounded`: the states at the units
-    that are in the inputs' dtype."""
+def write_kernel(
+    spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node], tables: Tables
+) -> KernelText:
+    """The text of a kernel over chunks, its body also in the orders that the tables name for it. `rounded`: the states
+    at the units that are in the inputs' dtype."""
+
+    def write(arguments: Sequence[Argument] = (), ordering: int = 0) -> KernelText:
+        if kernel.kind == "scan":
+            return write_scan(spec, kernel, rounded, arguments, ordering)
+        return write_map(spec, kernel, weight, rounded, arguments, ordering)
+
+    text = write()
+    bodies = {number: write(text.arguments, number).body for number in tables.orders(text.signature)}
+    text.others = {number: body for number, body in bodies.items() if body != text.body}
+    return text
+
+
+def write_scan(
+    spec: LayerSpec,
+    kernel: Kernel,
+    rounded: Container[Node] = (),
+    arguments: Sequence[Argument] = (),
+    ordering: int = 0,
+) -> KernelText:
+    """The text of a scan kernel: a walk over the units of one sequence and head. `arguments` are those that another
+    text of the kernel has."""
     text = KernelText(
-        kernel.name, _doc(kernel), kernel.kind, blocked=kernel.blocked, inner=kernel.inner, reverse=kernel.reverse
+        kernel.name,
+        _doc(kernel),
+        kernel.kind,
+        arguments=[*arguments],
+        blocked=kernel.blocked,
+        inner=kernel.inner,
+        reverse=kernel.reverse,
     )
     text.signature = _signature(kernel, text.way, rounded)
     printer = printer_of(kernel.program, spec, FULL, kernel.wide)
+    printer.ordering = ordering
     writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
     role, prefix = kernel.role, PREFIX[kernel.role]
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
@@ -480,11 +512,19 @@ def moved(names: Names, new: dict[str, str]) -> list[str]:
     return [f"{staged[k]} = {new[k]}" for k in staged] + [f"{k} = {staged.get(k, new[k])}" for k in moved]
 
 
-def write_map(spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = ()) -> KernelText:
+def write_map(
+    spec: LayerSpec,
+    kernel: Kernel,
+    weight: Weight,
+    rounded: Container[Node] = (),
+    arguments: Sequence[Argument] = (),
+    ordering: int = 0,
+) -> KernelText:
     """The text of a map kernel: one unit of one head, all at once."""
-    text = KernelText(kernel.name, _doc(kernel), kernel.kind, inner=kernel.inner)
+    text = KernelText(kernel.name, _doc(kernel), kernel.kind, arguments=[*arguments], inner=kernel.inner)
     text.signature = _signature(kernel, kernel.kind, rounded)
     printer = printer_of(kernel.program, spec, weight, kernel.wide)
+    printer.ordering = ordering
     writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
     leaves = kernel.leaves()
     tensors = [n for n in leaves if len(n.axes) > 1 or n.role in ("carry", "cocarry") or kernel.inner in n.axes]

@@ -21,7 +21,7 @@ from typing import Protocol
 from ttmdsl.bench.subjects import Case
 from ttmdsl.cache import write_atomically
 from ttmdsl.errors import LoadError
-from ttmdsl.tuning import Entry, Table, read
+from ttmdsl.tuning import CONFIG, Entry, Table, read
 
 Config = Mapping[str, int]
 # microseconds of each kernel in a forward and backward pass, and of those that have entries of their own without
@@ -143,23 +143,40 @@ def _tuned(
 def _kernels(
     plain: Trial, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
 ) -> Generator[tuple[str, Table], None, Trial]:
-    """What was found out about each kernel of a trial, the longest first; returns the trial with all of them as they
-    are fastest. Those that run beside one another are left to the rules: what one takes is not what both do."""
+    """What was found out about each kernel of a trial, the longest first, and then about the orders in which it may
+    compute its values; returns the trial with all of them as they are fastest. Those that run beside one another are
+    left to the rules: what one takes is not what both do."""
     base, kernels = lab.times(plain), lab.facts(plain).kernels
     alone = [name for name, entry in kernels.items() if entry.kernel.split()[1] not in ("segment", "piece")]
     long = [name for name in alone if base.get(name, 0.0) > settings.negligible * sum(base.values())]
     configs = {name: _others(kernels[name], candidates(kernels[name])) for name in long}
     measured = _measured(plain, configs, lab, late)
-    found: dict[str, Config] = {}
+    found: dict[str, list[Entry]] = {}
     for name in sorted(long, key=lambda name: -base[name]):
         if all(what is None for what in measured[name]):
             continue
-        chosen, excluded = _best(kernels[name], _microseconds(base, name), configs[name], measured[name], settings)
-        found[name] = chosen[0].config
-        yield f"{name}: {_line(chosen[0])}", Table(target, kernels=chosen, excluded=excluded)
+        found[name], excluded = _best(kernels[name], _microseconds(base, name), configs[name], measured[name], settings)
+        yield f"{name}: {_line(found[name][0])}", Table(target, kernels=found[name], excluded=excluded)
     if late():
         raise RuntimeError("no time left")
-    return Trial(plain.case, {**plain.forced, **found})
+    tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in found.items()}})
+    orders = {
+        name: [{**chosen[0].config, "order": n} for n in CONFIG["order"]]
+        for name, chosen in found.items()
+        if chosen[0].kernel.split()[0] != "token"
+    }
+    measured = _measured(tuned, orders, lab, late) if orders else {}
+    best: dict[str, Config] = {}
+    for name, times in measured.items():
+        first, *others = found[name]
+        (fastest, *_), excluded = _best(first, first.us, orders[name], times, settings)
+        best[name] = fastest.config
+        if fastest.config != first.config or excluded:
+            kept = [replace(fastest, default_us=first.default_us), *others]
+            yield f"{name}: {_line(kept[0])}", Table(target, kernels=kept, excluded=excluded)
+    if late():
+        raise RuntimeError("no time left")
+    return Trial(tuned.case, {**tuned.forced, **best})
 
 
 def candidates(entry: Entry) -> list[Config]:

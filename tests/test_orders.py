@@ -1,0 +1,120 @@
+"""The orders in which a kernel may compute its values: all give the same, and a table says which one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ttmdsl import tuning
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Node
+from ttmdsl.options import SHIPPED, Options
+from ttmdsl.pipeline import run
+from ttmdsl.schedule import ORDERS, order_by
+from ttmdsl.tuning import CONFIG, Entry, Table, Tables, without_gradients
+
+LAYERS = Path(__file__).parent.parent / "layers"
+
+
+def test_tables_know_the_orders_that_there_are() -> None:
+    assert CONFIG["order"] == tuple(range(1, ORDERS + 1))
+
+
+@st.composite
+def values(draw: st.DrawFn) -> tuple[list[Node], list[Node]]:
+    """Leaves, and values of them and of one another."""
+    b = Builder(("i", "j"))
+    leaves = [b.leaf("token", name, ("t", "i")) for name in "qkv"]
+    made: list[Node] = []
+    for _ in range(draw(st.integers(1, 12))):
+        known = leaves + made
+        first, second = (draw(st.sampled_from(known)) for _ in range(2))
+        made += [n for n in [draw(st.sampled_from([b.add, b.mul, b.sub]))(first, second)] if n not in known and n.args]
+    return leaves, made
+
+
+@given(values(), st.integers(0, ORDERS))
+def test_every_order_has_each_value_once_and_after_what_it_takes(drawn: tuple[list[Node], list[Node]], n: int) -> None:
+    leaves, made = drawn
+    found = order_by(n, made, (), lambda node: node.args, lambda node: 1.0, lambda node: node in leaves)
+    assert sorted(found, key=id) == sorted(made, key=id)
+    place = {node: i for i, node in enumerate(found)}
+    assert all(place[a] < place[node] for node in found for a in node.args if a in place)
+
+
+def source(layer: str, tables: Tables) -> str:
+    """The text of the Triton backend, with what these tables say."""
+    from ttmdsl.emit_triton import emit_triton
+
+    text = (LAYERS / f"{layer}.ttm").read_text(encoding="utf-8")
+    lowered = run(text, layer, {}, Options(cache=Path()), after="lower").done["lower"]
+    return emit_triton(lowered, tables)
+
+
+def entry(kernel: str, **config: int) -> Entry:
+    return Entry(kernel, (64, 64, 64), 2, 128, config, triton="3.6.0")
+
+
+def test_a_kernel_has_the_orders_that_tables_name_and_no_others() -> None:
+    mine = [entry("k", num_warps=4, order=5), entry(without_gradients("k"), num_warps=4, order=2), entry("l", order=7)]
+    tables = Tables({90: Table("sm_90", mine), 80: Table("sm_80", [entry("k", order=5), entry("k", num_warps=8)])})
+    assert tables.orders("k") == (2, 5)
+    assert tables.orders("l") == (7,)
+    assert tables.orders("m") == ()
+    assert replace(tables, all_orders=True).orders("m") == CONFIG["order"]
+
+
+def test_the_text_of_a_kernel_has_its_values_in_each_order() -> None:
+    plain = source("gated_delta_net", tuning.NOTHING)
+    assert "ORDER" not in plain.replace("_ORDERED", "").replace('"ORDER"', "")
+    assert "_ORDERED = []" in plain
+    every = source("gated_delta_net", Tables(all_orders=True))
+    body = every.split("def _chunk_backward_1_kernel(")[1].split("\n\n\n")[0]
+    first, *others = body.split("ORDER == ")
+    assert len(others) > 3
+    assert "ORDER: tl.constexpr" in first
+    counts = {part.count("_tile_dot(") for part in (*others[:-1], *others[-1].split("else:\n"))}
+    assert len(counts) == 1  # each computes the same
+    assert len({part.split(":\n", 1)[-1] for part in others}) == len(others)  # none twice
+
+
+def errors_in_each_order(layer: str, orders: Sequence[int]) -> dict[int, list[str]]:
+    """What parity says of a layer whose kernels over chunks use one order; in a process with all of them."""
+    from ttmdsl.bench.lab import launched
+    from ttmdsl.bench.subjects import Case, dims_at
+    from ttmdsl.bench.tune import Trial
+    from ttmdsl.drawing import Shape
+    from ttmdsl.parity import parity
+
+    found: dict[int, list[str]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TTM_ORDERS", "all")
+        case = Case(layer, (1, 64, 1, 16), "float32", "cpu", "triton")
+        module = case.load()
+        shape = Shape("drawn", heads=1, dims=dims_at(module, 12), tokens=21, state=True)
+        for order in orders:
+            with launched(Trial(case, {name: {"order": order} for name in module._ORDERED})):
+                rows = parity(module, dtypes=[torch.float32], shapes=[shape], backends=["triton"])
+            found[order] = [str(r) for r in rows if not r.ok] + ["nothing was compared"] * (not rows)
+    return found
+
+
+@pytest.mark.parametrize("layer", ["gated_delta_net", "titans_linear"])
+def test_every_order_gives_the_same(layer: str, interpreter: ProcessPoolExecutor) -> None:
+    found = interpreter.submit(errors_in_each_order, layer, CONFIG["order"]).result()
+    assert found == {order: [] for order in CONFIG["order"]}
+
+
+def test_shipped_orders_are_of_kernels_that_have_them() -> None:
+    """An order that gives the same text as the one of least peak would be none."""
+    entries = [e for path in tuning.files([SHIPPED]) for e in tuning.read(path).kernels if "order" in e.config]
+    assert entries
+    text = source("gated_delta_net", tuning.read_all([SHIPPED]))
+    assert "_chunk_backward_1_kernel" in text.split("_ORDERED = ")[1].split("\n")[0]
