@@ -2,8 +2,8 @@
 
 Input: a `LayerSpec`, the lines of its derived update, and the source text of its sections: "reference" defines
 `_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`, and "prelude", which
-may be empty, `_prelude(x, state, bounds, dtype)`. Output: one file that needs torch and triton alone. Does not print
-arithmetic, and decides nothing about schedules.
+may be empty, `_prelude(x, state, bounds, dtype, fresh, wanted)`. Output: one file that needs torch and triton alone.
+Does not print arithmetic, and decides nothing about schedules.
 
 A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by
 `repr`, and into comments line by line with everything unprintable escaped.
