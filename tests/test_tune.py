@@ -42,6 +42,7 @@ class FakeLab:
     def __init__(self, forms: Mapping[str, Entry] | None = None) -> None:
         self.kernels = {"scan": SCAN, "map": MAP, "small": replace(MAP, kernel="chunk map 0 products 3")}
         self.forms = forms or {}
+        self.unordered: set[str] = set()
         self.faster: dict[tuple[str, tuple[tuple[str, int], ...]], float] = {}
         self.wrong: list[dict[str, int]] = []
         self.broken: list[dict[str, int]] = []
@@ -53,7 +54,7 @@ class FakeLab:
     def facts(self, trial: Trial) -> Facts:
         chunk = trial.forced.get("chunk", {}).get("chunk", 64)
         kernels = {name: replace(e, tiles=(chunk, *e.tiles[1:])) for name, e in self.kernels.items()}
-        return Facts(kernels, self.forms)
+        return Facts(kernels, self.forms, frozenset(kernels) - self.unordered)
 
     def check(self, trials: Sequence[Trial]) -> list[Verdict]:
         self.asked += trials
@@ -128,12 +129,12 @@ def test_the_order_of_values_is_chosen_at_the_fastest_configuration(tmp_path: Pa
     assert said[-2].endswith("scan: num_warps=4 num_stages=2 block=32 order=4: 40 us, by the rules 100 us")
 
 
-def test_walks_over_tokens_have_one_order(tmp_path: Path) -> None:
+def test_what_has_one_order_is_asked_for_no_other(tmp_path: Path) -> None:
     fake = FakeLab()
-    fake.kernels = {"scan": replace(SCAN, kernel="token scan 4 products 0", config={"num_warps": 4, "num_stages": 3})}
+    fake.unordered = {"scan"}
     tuned(fake, tmp_path / "sm_90.json")
-    assert fake.asked
-    assert not any("order" in config for trial in fake.asked for config in trial.forced.values())
+    asked = {name for trial in fake.asked for name, config in trial.forced.items() if "order" in config}
+    assert asked == {"map"}
 
 
 def test_kernels_side_by_side_are_left_to_the_rules(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import keyword
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ttmdsl.builder import Builder
@@ -416,8 +416,11 @@ def write_kernel(
         return write_map(spec, kernel, weight, rounded, arguments, ordering)
 
     text = write()
-    bodies = {number: write(text.arguments, number).body for number in tables.orders(text.signature)}
-    text.others = {number: body for number, body in bodies.items() if body != text.body}
+    for number in tables.orders(text.signature):
+        other = write(text.arguments, number)
+        assert replace(other, body=text.body, alive=text.alive) == replace(text, others={}), kernel.name
+        if other.body != text.body:
+            text.others[number] = other.body
     return text
 
 

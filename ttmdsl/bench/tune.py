@@ -4,7 +4,8 @@ Input: `Case`s, and a `Lab` that knows this GPU. Output: a `Table`, written to i
 A configuration is timed only after outputs and all gradients agreed with float64 under it, and those of all tokens
 with what they are by the rules; one that is wrong, or fails, is recorded as excluded. In one trial all kernels that
 take time are launched with the next configuration of each; where that goes wrong, each by itself. As many trials as are
-compiled side by side are timed before the next are. Then other lengths of a unit, where the layer leaves them free: one
+compiled side by side are timed before the next are. Then the orders in which kernels may compute their values, each at
+its fastest configuration. Then other lengths of a unit, where the layer leaves them free: one
 that is faster by the rules than the kernels just tuned is taken, and its kernels are tuned, too. Touches no GPU itself:
 lab.py does.
 """
@@ -41,13 +42,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a trial launches, kernels and forms whose units may have any length, by name.
+    """What a trial launches, kernels and forms whose units may have any length, by name; and those kernels that may
+    compute their values in several orders.
 
     Each is an `Entry`: its place, the configuration that the rules choose, and Triton's version.
     """
 
     kernels: Mapping[str, Entry]
     forms: Mapping[str, Entry]
+    ordered: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,8 @@ def _kernels(
     """What was found out about each kernel of a trial, the longest first, and then about the orders in which it may
     compute its values; returns the trial with all of them as they are fastest. Those that run beside one another are
     left to the rules: what one takes is not what both do."""
-    base, kernels = lab.times(plain), lab.facts(plain).kernels
+    base, facts = lab.times(plain), lab.facts(plain)
+    kernels = facts.kernels
     alone = [name for name, entry in kernels.items() if entry.kernel.split()[1] not in ("segment", "piece")]
     long = [name for name in alone if base.get(name, 0.0) > settings.negligible * sum(base.values())]
     configs = {name: _others(kernels[name], candidates(kernels[name])) for name in long}
@@ -163,7 +167,7 @@ def _kernels(
     orders = {
         name: [{**chosen[0].config, "order": n} for n in CONFIG["order"]]
         for name, chosen in found.items()
-        if chosen[0].kernel.split()[0] != "token"
+        if name in facts.ordered
     }
     measured = _measured(tuned, orders, lab, late) if orders else {}
     best: dict[str, Config] = {}
