@@ -15,14 +15,14 @@ from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Division, Plan, plan, walks_at
 from ttmdsl.replay import replay
-from ttmdsl.schedule import Weight, weights
+from ttmdsl.schedule import FULL, Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table, without_gradients
-from ttmdsl.write_kernel import KernelText, saved_name, write_kernel, write_scan
+from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_walks import write_token_backward
 
@@ -132,7 +132,7 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
         texts.append(_form_texts(spec, found, weights(tokens), tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
-    scan = write_scan(spec, token)
+    scan = write_kernel(spec, token, FULL)
     texts.append(FormTexts("token", (scan,), backward, dict.fromkeys(token.keeps, "float32"), {}))
     return texts
 

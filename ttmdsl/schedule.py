@@ -105,12 +105,10 @@ def wider_order(
     what raises the peak least."""
     nodes = best_order(nodes, kept, operands, weight, loaded)
     work = Work(nodes, kept, operands, weight, loaded)
-    given = list(range(len(nodes)))
-    ends = [i for i in given if not work.users[i]]
-    turned = [[end, *(i for i in ends if i != end)] for end in ends]
+    turned = [[end, *(i for i in work.ends if i != end)] for end in work.ends]
     turned += [[*rest, first] for first, *rest in turned]
     orders = [work.depth_first(roots, flip) for roots in turned for flip in (False, True)]
-    return [nodes[i] for i in work.best([given, work.frugal(), *orders])]
+    return [nodes[i] for i in work.best([work.order(1), work.frugal(), *orders])]
 
 
 class Work:
@@ -138,6 +136,11 @@ class Work:
         self.weights = list(map(weight, number))
         self.working = [weight(n) * WORKING.get(n.op, 0.0) for n in nodes]
         self.kept = {number[n] for n in kept if n in number}
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """What nothing uses."""
+        return [i for i in range(self.computed) if not self.users[i]]
 
     def peak(self, order: Sequence[int], limit: float = math.inf) -> float:
         """The most registers in use at once where these are computed in this order; of more than `limit` only that it
@@ -180,11 +183,17 @@ class Work:
     def order(self, number: int) -> list[int]:
         """The order given; greedy; depth first, from the first end on or the last, an operation's first operand first
         or its last; always what raises the peak least."""
-        given = list(range(self.computed))
-        if number in (1, 2, ORDERS):
-            return given if number == 1 else self.greedy() if number == 2 else self.frugal()
-        ends = [i for i in given if not self.users[i]]
-        return self.depth_first(ends if number < 5 else ends[::-1], flip=number % 2 == 0)
+        match number:
+            case 1:
+                return list(range(self.computed))
+            case 2:
+                return self.greedy()
+            case 3 | 4:
+                return self.depth_first(self.ends, flip=number == 4)
+            case 5 | 6:
+                return self.depth_first(self.ends[::-1], flip=number == 6)
+            case _:
+                return self.frugal()
 
     def depth_first(self, roots: Sequence[int], flip: bool) -> list[int]:
         order: dict[int, None] = {}

@@ -35,7 +35,7 @@ from ttmdsl.schedule import FULL, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
-from ttmdsl.tuning import Tables, signature, without_gradients
+from ttmdsl.tuning import NOTHING, Tables, signature, without_gradients
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
@@ -405,47 +405,43 @@ def printer_of(program: Program, spec: LayerSpec, weight: Weight, wide: Containe
 
 
 def write_kernel(
-    spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node], tables: Tables
+    spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = (), tables: Tables = NOTHING
 ) -> KernelText:
-    """The text of a kernel over chunks, its body also in the orders that the tables name for it. `rounded`: the states
-    at the units that are in the inputs' dtype."""
+    """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
+    that are in the inputs' dtype."""
 
-    def write(arguments: Sequence[Argument] = (), ordering: int = 0) -> KernelText:
+    def write(ordering: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
+        text = KernelText(
+            kernel.name,
+            _doc(kernel),
+            kernel.kind,
+            arguments=[*arguments],
+            blocked=kernel.blocked,
+            inner=kernel.inner,
+            reverse=kernel.reverse,
+        )
+        text.signature = _signature(kernel, text.way, rounded)
+        printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
+        printer.ordering = ordering
+        writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
         if kernel.kind == "scan":
-            return write_scan(spec, kernel, rounded, arguments, ordering)
-        return write_map(spec, kernel, weight, rounded, arguments, ordering)
+            _write_scan(kernel, writer)
+        else:
+            _write_map(kernel, writer, weight)
+        return text
 
     text = write()
     for number in tables.orders(text.signature):
-        other = write(text.arguments, number)
+        other = write(number, text.arguments)
         assert replace(other, body=text.body, alive=text.alive) == replace(text, others={}), kernel.name
         if other.body != text.body:
             text.others[number] = other.body
     return text
 
 
-def write_scan(
-    spec: LayerSpec,
-    kernel: Kernel,
-    rounded: Container[Node] = (),
-    arguments: Sequence[Argument] = (),
-    ordering: int = 0,
-) -> KernelText:
-    """The text of a scan kernel: a walk over the units of one sequence and head. `arguments` are those that another
-    text of the kernel has."""
-    text = KernelText(
-        kernel.name,
-        _doc(kernel),
-        kernel.kind,
-        arguments=[*arguments],
-        blocked=kernel.blocked,
-        inner=kernel.inner,
-        reverse=kernel.reverse,
-    )
-    text.signature = _signature(kernel, text.way, rounded)
-    printer = printer_of(kernel.program, spec, FULL, kernel.wide)
-    printer.ordering = ordering
-    writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
+def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
+    """The text of a scan kernel: a walk over the units of one sequence and head."""
+    text, printer = writer.text, writer.printer
     role, prefix = kernel.role, PREFIX[kernel.role]
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
     leaves = kernel.leaves()
@@ -505,7 +501,6 @@ def write_scan(
     if text.held:  # what one unit leaves in memory, the next one finds
         text.before.append("tl.debug_barrier()")
         text.body.append("tl.debug_barrier()")
-    return text
 
 
 def moved(names: Names, new: dict[str, str]) -> list[str]:
@@ -515,20 +510,9 @@ def moved(names: Names, new: dict[str, str]) -> list[str]:
     return [f"{staged[k]} = {new[k]}" for k in staged] + [f"{k} = {staged.get(k, new[k])}" for k in moved]
 
 
-def write_map(
-    spec: LayerSpec,
-    kernel: Kernel,
-    weight: Weight,
-    rounded: Container[Node] = (),
-    arguments: Sequence[Argument] = (),
-    ordering: int = 0,
-) -> KernelText:
+def _write_map(kernel: Kernel, writer: KernelWriter, weight: Weight) -> None:
     """The text of a map kernel: one unit of one head, all at once."""
-    text = KernelText(kernel.name, _doc(kernel), kernel.kind, arguments=[*arguments], inner=kernel.inner)
-    text.signature = _signature(kernel, kernel.kind, rounded)
-    printer = printer_of(kernel.program, spec, weight, kernel.wide)
-    printer.ordering = ordering
-    writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
+    text, printer = writer.text, writer.printer
     leaves = kernel.leaves()
     tensors = [n for n in leaves if len(n.axes) > 1 or n.role in ("carry", "cocarry") or kernel.inner in n.axes]
     printer.loads |= {leaf: writer.loaded(leaf) for leaf in tensors}
@@ -538,7 +522,6 @@ def write_map(
     text.body += writer.computed(kernel)
     text.alive = round(printer.alive, 1)
     text.of_tokens = not any(map(is_large, (*leaves, *kernel.given, *kernel.saves)))
-    return text
 
 
 def _signature(kernel: Kernel, way: str, rounded: Container[Node]) -> str:

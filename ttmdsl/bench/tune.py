@@ -161,17 +161,14 @@ def _kernels(
             continue
         found[name], excluded = _best(kernels[name], _microseconds(base, name), configs[name], measured[name], settings)
         yield f"{name}: {_line(found[name][0])}", Table(target, kernels=found[name], excluded=excluded)
-    if late():
-        raise RuntimeError("no time left")
     tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in found.items()}})
     orders = {
         name: [{**chosen[0].config, "order": n} for n in CONFIG["order"]]
         for name, chosen in found.items()
         if name in facts.ordered
     }
-    measured = _measured(tuned, orders, lab, late) if orders else {}
     best: dict[str, Config] = {}
-    for name, times in measured.items():
+    for name, times in _measured(tuned, orders, lab, late).items():
         first, *others = found[name]
         (fastest, *_), excluded = _best(first, first.us, orders[name], times, settings)
         best[name] = fastest.config
