@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, reachable
+from ttmdsl.ir import PAST, UNIT_AXES, Axes, Node, base_dim, reachable
 from ttmdsl.padding import singular
+
+BEFORE = 3  # tokens before a chunk that windows reach
 
 SCALAR: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -50,18 +52,18 @@ class Interpreter:
     """Evaluates nodes, each once."""
 
     def __init__(self, leaves: Mapping[Node, Tensor], sizes: Mapping[str, int], tile: int = 0) -> None:
-        self.leaves, self.sizes, self.tile = leaves, sizes, tile
+        self.leaves, self.sizes, self.tile = leaves, {PAST: BEFORE, **sizes}, tile
         self.known: dict[Node, Tensor] = {}
 
     def length(self, axis: str) -> int:
         """How many positions a tile has along an axis."""
-        return self.sizes["t"] if axis in TOKEN_AXES else max(self.sizes[base_dim(axis)], self.tile)
+        return self.sizes["t"] if axis in UNIT_AXES else max(self.sizes[base_dim(axis)], self.tile)
 
     def inside(self, axes: Axes) -> Tensor:
         """True where no axis is beyond its dim's end."""
         keep = torch.ones([self.length(x) for x in axes], dtype=torch.bool)
         for i, x in enumerate(axes):
-            if x not in TOKEN_AXES:
+            if x not in UNIT_AXES:
                 keep &= spread(torch.arange(self.length(x)) < self.sizes[base_dim(x)], (x,), axes[i:])
         return keep
 
@@ -110,6 +112,15 @@ class Interpreter:
                 return spread(args[0], node.args[0].axes, axes).masked_fill(
                     ~self.keep(str(node.attr[0]), axes), float(str(node.attr[1]))
                 )
+            case "still":  # what it hides from differentiation is found by another way
+                return args[0]
+            case "diagonal":
+                by, axis = int(node.attr[0]), str(node.attr[1])
+                t, other = torch.arange(self.length("t")), torch.arange(self.length(axis))
+                ago = spread(t, ("t",), axes) - spread(other, (axis,), axes)
+                if axis != "s":  # tokens before the first, the last one first
+                    ago = spread(t + 1, ("t",), axes) + spread(other, (axis,), axes)
+                return torch.where(ago == by, spread(args[0], node.args[0].axes, axes), 0.0)
             case "cumsum":
                 dim = axes.index(str(node.attr[0]))
                 return args[0].flip(dim).cumsum(dim).flip(dim) if node.attr[1] else args[0].cumsum(dim)
@@ -202,7 +213,7 @@ class Interpreter:
 
 def draw_leaf(node: Node, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
     """A value for a leaf: small numbers, negative logarithms of decays, flags where the role asks for them."""
-    shape = [sizes["t"] if x in TOKEN_AXES else sizes[base_dim(x)] for x in node.axes]
+    shape = [sizes["t"] if x in UNIT_AXES else {PAST: BEFORE, **sizes}[base_dim(x)] for x in node.axes]
     match node.role:
         case "live":
             return torch.ones(shape, dtype=torch.float64)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ir_eval import Interpreter, draw_leaf
+from ir_eval import BEFORE, Interpreter, draw_leaf
 from test_differentiate import LAYERS, forms
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import TOKEN_AXES, Node, Program, base_dim
+from ttmdsl.ir import PAST, UNIT_AXES, Node, Program, base_dim
 from ttmdsl.padding import PaddingAnalysis
 
-SIZES = {"t": 4, "i": 3, "j": 2, "d_k": 3, "d_v": 5, "d": 3, "m": 2, "h": 5}
+SIZES = {"t": 4, "i": 3, "j": 2, "d_k": 3, "d_v": 5, "d": 3, "m": 2, "h": 5, PAST: BEFORE}
 TILE = 8
 
 
@@ -25,12 +25,12 @@ def check(programs: list[Program], seed: int) -> dict[str, int]:
     claims = {"zero": 0, "finite": 0, "wild": 0}
     for program in programs:
         for node in program.nodes:
-            if set(node.axes) <= set(TOKEN_AXES):
+            if set(node.axes) <= set(UNIT_AXES):
                 continue
             value = padded(node)
             here = tuple(slice(exact.length(x)) for x in node.axes)
             torch.testing.assert_close(value[here], exact(node), rtol=1e-9, atol=1e-9, equal_nan=True)
-            for axis in (x for x in node.axes if x not in TOKEN_AXES):
+            for axis in (x for x in node.axes if x not in UNIT_AXES):
                 beyond = _beyond(value, node, axis)
                 claim = analysis.of(node, axis)
                 claims[claim] += 1
@@ -46,7 +46,7 @@ def _beyond(value: torch.Tensor, node: Node, axis: str) -> torch.Tensor:
     return value[
         tuple(
             slice(None)
-            if x in TOKEN_AXES
+            if x in UNIT_AXES
             else slice(SIZES[base_dim(x)], None)
             if x == axis
             else slice(SIZES[base_dim(x)])
@@ -81,6 +81,7 @@ CASES = [
     ("another axis", lambda b, x, p: b.rename(b.mul(x, p), "i", "i'"), "zero"),
     ("a token's mask", lambda b, x, p: b.mask(x, "lower"), "zero"),
     ("a token's mask of minus infinity", lambda b, x, p: b.mask(x, "lower", float("-inf")), "wild"),
+    ("tokens before", lambda b, x, p: b.contract(b.diagonal(b.sum(x, {"i"}), 2, PAST), x, {"t"}), "zero"),
     ("maximum with a number", lambda b, x, p: b.map("max", x, b.const(0.5)), "finite"),
 ]
 

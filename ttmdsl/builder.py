@@ -209,10 +209,16 @@ class Builder:
             return self.expand(self.rename(a.args[0], source, target), axes)
         return self.make("rename", (a,), [target if x == source else x for x in a.axes], source, target)
 
+    def still(self, a: Node) -> Node:
+        return self.make("still", (a,), a.axes)
+
     def mask(self, a: Node, kind: Literal["lower", "strict"], fill: float = 0.0) -> Node:
         if a.op == "mask" and a.attr == (kind, fill):
             return a
         return self.make("mask", (a,), (*a.axes, "t", "s"), kind, fill)
+
+    def diagonal(self, a: Node, by: int, axis: str = "s") -> Node:
+        return a if is_zero(a) else self.make("diagonal", (a,), (*a.axes, "t", axis), by, axis)
 
     def cumsum(self, a: Node, axis: str = "t", reverse: bool = False) -> Node:
         if is_zero(a):
@@ -363,6 +369,8 @@ class Builder:
                 return self.sum(args[0], node.reduced)
             case "expand":
                 return self.expand(args[0], node.axes)
+            case "exp2":
+                return self.map("exp2", *args)
             case "mask" if is_zero(args[0]):
                 return self.zero(node.axes)
             case "cumsum" | "rename" | "decay_dot" | "decay_mix" | "decay_mix_t":

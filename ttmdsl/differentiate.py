@@ -91,6 +91,10 @@ def _mask(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     yield n.args[0], b.mask(d, n.attr[0])
 
 
+def _diagonal(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield n.args[0], b.diagonal(d, int(n.attr[0]), str(n.attr[1]))
+
+
 def _cumsum(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     yield n.args[0], b.cumsum(d, str(n.attr[0]), not n.attr[1])
 
@@ -223,12 +227,14 @@ RULES: dict[str, Rule] = {
     "sign": _flat,
     "step": _flat,
     "amax": _flat,
+    "still": _flat,
     "select": _select,
     "expand": lambda b, n, d: iter([(n.args[0], d)]),
     "rename": _rename,
     "sum": lambda b, n, d: iter([(n.args[0], b.expand(d, n.args[0].axes))]),
     "contract": _contract,
     "mask": _mask,
+    "diagonal": _diagonal,
     "cumsum": _cumsum,
     "tri_inv": _tri_inv,
     "newton_schulz": _newton_schulz,
@@ -238,7 +244,7 @@ RULES: dict[str, Rule] = {
     "norm_scan": _norm_scan,
 }
 
-DIFFERENTIABLE = ("token", "param", "carry", "saved")
+DIFFERENTIABLE = ("token", "param", "before", "carry", "saved")
 
 
 def gradients(b: Builder, outputs: list[tuple[Node, Node]]) -> dict[Node, Node]:
@@ -260,6 +266,17 @@ def gradients(b: Builder, outputs: list[tuple[Node, Node]]) -> dict[Node, Node]:
                 if argument in wanted:
                     accumulate(argument, d)
     return {n: d for n, d in found.items() if n.op == "leaf"}
+
+
+def settled(program: Program) -> Program:
+    """The program without `still`, which it needs no more once it has been differentiated."""
+    b, new = program.builder, dict[Node, Node]()
+    for n in program.nodes:
+        args = tuple(new[a] for a in n.args)
+        new[n] = args[0] if n.op == "still" else n if args == n.args else b.remade(n, args)
+        if new[n] is not n and n in b.labels:
+            b.label(new[n], b.labels[n])
+    return program.with_outputs({name: new[value] for name, value in program.outputs.items()})
 
 
 def differentiate(program: Program) -> Program:

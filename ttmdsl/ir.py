@@ -3,9 +3,10 @@
 Input: nodes made through a `Builder`. Output: `Program`, read by every pass after lowering.
 Knows nothing about layers, devices or code; the meaning of a layer is fixed before and the text after.
 
-A value is a tile; its axes are names in one canonical order: token axes first (t, s, u: positions in one chunk),
-then the layer's dims. Operands broadcast by name, so there is no transpose and no reshape. A token program is the same
-IR without token axes. A dim that occurs twice in one tile has a primed second axis (d, d').
+A value is a tile; its axes are names in one canonical order: token axes first (past__: tokens before one chunk, the
+last one first; t, s, u: positions in it), then the layer's dims. Operands broadcast by name, so there is no transpose
+and no reshape. A token program is the same IR without token axes. A dim that occurs twice in one tile has a primed
+second axis (d, d').
 
 log2 takes 0 for a number next to it: a share that has underflowed still has a logarithm, and that a finite slope.
 
@@ -17,9 +18,11 @@ log2 takes 0 for a number next to it: a share that has underflowed still has a l
           | select(flag, a, b)       flag is a 0/1 scalar
           | expand(a; axes)          the only implicit-free broadcast: repeats along new axes
           | rename(a; from, to)      the same tile under another axis name
+          | still(a)                 a, of which differentiation knows nothing; none is left after it
           | sum(a; axes) | amax(a; axes)       amax is constant under differentiation (a stabilising shift)
           | contract(a, b; axes)     sum over axes of a * b
           | mask(a; kind, fill)      kind lower: keep t >= s, strict: keep t > s; elsewhere fill
+          | diagonal(a; by, axis)    keep where a token of the axis, s or past__, is `by` tokens before t; elsewhere 0
           | cumsum(a; axis, reverse)
           | tri_inv(n)               (I - n)^-1 for n[t, s] that is zero unless t > s
           | newton_schulz(x; rows, steps)         X <- c0 X + c1 X X^T X + c2 (X X^T)^2 X, X X^T being [rows, rows]
@@ -51,6 +54,7 @@ Axes: TypeAlias = tuple[str, ...]
 Role: TypeAlias = Literal[
     "token",  # an input or gate of `op`, one value per token
     "param",  # one value per head
+    "before",  # an input or gate of the tokens before the unit
     "carry",  # state at the start of the unit (chunk or token)
     "cot",  # cotangent of a per-token output
     "cocarry",  # cotangent of a carry at the end of the unit
@@ -60,7 +64,9 @@ Role: TypeAlias = Literal[
     "saved",  # a value that an earlier kernel computed for this unit
 ]
 
-TOKEN_AXES: Axes = ("t", "s", "u")
+UNIT_AXES: Axes = ("t", "s", "u")
+PAST = "past__"
+TOKEN_AXES: Axes = (PAST, *UNIT_AXES)  # these few are no columns of a product, which Triton wants many of
 # products of tiles under a decay per channel
 DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
 # what takes much longer than a product of tiles
@@ -69,8 +75,8 @@ ELEMENTWISE = frozenset(
     "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid softplus abs sign step select".split()
 )
 STRUCTURAL = frozenset(
-    "leaf const size expand rename sum amax contract mask cumsum tri_inv newton_schulz newton_schulz_back"
-    " decay_dot decay_mix decay_mix_t norm_scan norm_slopes norm_adjoint".split()
+    "leaf const size expand rename still sum amax contract mask diagonal cumsum tri_inv newton_schulz"
+    " newton_schulz_back decay_dot decay_mix decay_mix_t norm_scan norm_slopes norm_adjoint".split()
 )
 REDUCING = frozenset({"sum", "amax", "contract"})
 

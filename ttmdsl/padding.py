@@ -39,6 +39,8 @@ class PaddingAnalysis:
             return "zero"
         if node.op in ("newton_schulz", "newton_schulz_back"):  # it takes zeros there
             return "zero"
+        if node.op == "diagonal" and axis == node.attr[1]:  # no delay reaches beyond the end
+            return "zero"
         if node.op == "rename" and node.attr[1] == axis:
             return self.of(node.args[0], str(node.attr[0]))
         kinds: list[Padding] = [

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node
+from ttmdsl.ir import DECAYED, PAST, UNIT_AXES, Node
 
 Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
@@ -35,14 +35,14 @@ def weights(tokens: int, width: int = BLOCK, walked: str = "") -> Weight:
     what is loaded has half the precision of what is computed.
     """
     of_dim = width / BLOCK
-    sides = {**dict.fromkeys(TOKEN_AXES, math.sqrt(tokens / 64)), walked: 1.0}
+    sides = {**dict.fromkeys(UNIT_AXES, math.sqrt(tokens / 64)), PAST: 0.25, walked: 1.0}
 
     @functools.cache
     def weight(node: Node) -> float:
         if len(node.axes) < 2:
             return len(node.axes) / 64
         tile = math.prod(sides.get(x, of_dim) for x in node.axes[:2])
-        return tile / 2 if node.role in ("token", "cot") else tile
+        return tile / 2 if node.role in ("token", "before", "cot") else tile
 
     return weight
 

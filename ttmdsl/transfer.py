@@ -55,7 +55,7 @@ def transfers(program: Program) -> list[Transfer]:
 def _along(b: Builder, leaf: Node, end: Node, free: str) -> Transfer | None:
     """The transfer, if without the tensors that have this axis nothing is written, and nothing mixes along it."""
     (other,) = (x for x in leaf.axes if x != free)
-    written = [n for n in reachable([end]) if n.role in ("token", "param") and free in n.axes]
+    written = [n for n in reachable([end]) if n.role in ("token", "param", "before") and free in n.axes]
     from_state, from_written = depends_on([end], [leaf]), depends_on([end], written)
     if any(n.op != "add" and from_written & set(n.args) - from_state for n in from_state):
         return None  # what is written also says what is kept
