@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ttmdsl.builder import Builder
 from ttmdsl.differentiate import DIFFERENTIABLE, RULES, differentiate, gradients
-from ttmdsl.ir import Node, Program, constant, reachable, verify
+from ttmdsl.ir import PAST, Node, Program, constant, reachable, verify
 from ttmdsl.lower import Form
 
 DIMS = ("i", "j")
@@ -27,6 +27,7 @@ class Inputs:
         self.x, self.y = b.leaf("token", "x", ("t", "i")), b.leaf("token", "y", ("t", "i"))
         self.v = b.leaf("token", "v", ("t", "j"))
         self.g = b.leaf("token", "log_g", ("t", "i"))
+        self.before = b.leaf("before", "before", (PAST, "i"))
         self.S = b.leaf("carry", "S", ("i", "j"))
         self.p = b.leaf("param", "p", ("i",))
         self.positive = b.add(b.mul(self.x, self.x), b.const(0.3))
@@ -76,6 +77,10 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "contract over tokens": lambda n, b: b.contract(n.x, n.v, {"t"}),
     "mask": lambda n, b: b.mask(n.pairs(n.x, n.y), "strict"),
     "mask before exp2": lambda n, b: b.map("exp2", b.mask(n.pairs(n.x, n.y), "lower", float("-inf"))),
+    "diagonal": lambda n, b: b.diagonal(b.map("tanh", n.x), 2),
+    "diagonal of tokens before": lambda n, b: b.contract(b.diagonal(n.g, 2, PAST), n.before, {PAST}),
+    # what it is of is differentiated by way of the other factor
+    "still": lambda n, b: b.mul(b.map("exp2", b.still(n.x)), b.map("exp2", b.sub(n.x, b.still(n.x)))),
     "cumsum": lambda n, b: b.cumsum(n.x),
     "cumsum backwards": lambda n, b: b.cumsum(n.x, reverse=True),
     "newton_schulz": lambda n, b: b.make("newton_schulz", (n.S,), n.S.axes, "j", 3),
@@ -200,7 +205,7 @@ LAYERS = [
     ("linear_attention", {}), ("mamba2", {}), ("gla", {}), ("delta_net", {}), ("gated_delta_net", {}),
     ("titans_linear", {"b": 4}), ("lattice_dec", {}), ("lattice_dec", {"b": 4}), ("lattice_sim", {"b": 4}),
     ("lattice_dec", {"b": 4, "project": 0}), ("lattice_enc", {"b": 4, "project": 0}),
-    ("lattice_sim", {"b": 1, "project": 0}), ("trellis", {"b": 4}),
+    ("lattice_sim", {"b": 1, "project": 0}), ("trellis", {"b": 4}), ("omega_linear", {"b": 4}), ("swla", {}),
 ]  # fmt: skip
 
 
@@ -215,3 +220,18 @@ def test_layer(name: str, consts: dict[str, float]) -> None:
     for kind, form in forms(name, consts).items():
         verify(form.forward)
         compare(form.forward, seed=len(kind))
+
+
+@pytest.mark.parametrize(("name", "consts"), [("omega_linear", {"b": 4}), ("swla", {})], ids=lambda p: str(p))
+def test_what_is_still_is_differentiated_another_way(name: str, consts: dict[str, float]) -> None:
+    """A form has no `still` left, forward or backward; its gradients are those of what it computes."""
+    for kind, form in forms(name, consts).items():
+        backward = differentiate(form.forward)
+        assert not any(n.op == "still" for p in (form.forward, form.backward) for n in p.nodes)
+        assert (backward.outputs == form.backward.outputs) == (kind == "token")  # of decays by way of rates
+        generator = torch.Generator().manual_seed(1)
+        leaves = sorted({*backward.leaves(), *form.backward.leaves()}, key=lambda n: n.id)
+        value = Interpreter({n: draw_leaf(n, SIZES, generator) for n in leaves}, SIZES)
+        assert backward.outputs.keys() == form.backward.outputs.keys()
+        for output, expected in backward.outputs.items():
+            torch.testing.assert_close(value(form.backward.outputs[output]), value(expected), rtol=1e-9, atol=1e-9)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Node
+from ttmdsl.ir import PAST, Node
 from ttmdsl.lower_expr import NotChunkable
 
 Moment = Literal["before", "retained", "after"]
@@ -27,11 +27,26 @@ def _kept(moment: Moment) -> Literal["lower", "strict"]:
 
 @dataclass(frozen=True)
 class Write:
-    """Token s adds left_s right_s^T (axes rows, columns); with `frozen`, a matrix scaled by `right` along its axis."""
+    """Token s adds left_s right_s^T (axes rows, columns); with `frozen`, a matrix scaled by `right` along its axis.
+
+    With `spread` [t, s], that is what each token t adds of it, whose window reaches s: [t, past__], where s is a token
+    before the chunk, and left and right have that axis.
+    """
 
     left: Node
     right: Node
     frozen: Node | None = None
+    spread: Node | None = None
+
+    @property
+    def token(self) -> str:
+        """The token axis of left and right."""
+        return PAST if self.spread is not None and PAST in self.spread.axes else "t"
+
+    @property
+    def source(self) -> str:
+        """The same where a product has the tokens that read, too."""
+        return "s" if self.token == "t" else PAST
 
 
 @dataclass
@@ -70,14 +85,32 @@ class ChunkMemory:
         """log2 of the decay from the chunk's start to just before or just after each token's own decay."""
         return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
 
-    def weights(self, moment: Moment) -> Node:
-        """weight[t, s] of write s in the memory at t; scalar decay. With momentum, two triangular matrices' product."""
+    def weights(self, moment: Moment, spread: Node | None = None) -> Node:
+        """weight[t, s] of write s in the memory at t; scalar decay. With momentum, two triangular matrices' product; of
+        writes that are spread over tokens, their product with that."""
         b = self.b
+        if spread is not None:
+            each, now = self.weights(moment), self.decayed(moment)
+            apart = self.log_momentum_decay is None and PAST in spread.axes  # see `spreading`
+            mixed = b.rename(b.still(each) if apart else each, "s", "u")
+            mixed = b.contract(mixed, b.rename(spread, "t", "u"), {"u"})
+            return b.label(b.mul(b.map("exp2", b.sub(now, b.still(now))), mixed) if apart else mixed, "weights")
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
         if self.log_momentum_decay is None:
             return b.label(b.map("exp2", b.mask(gap, _kept(moment), float("-inf"))), "weights")
         pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
         return b.label(b.contract(b.rename(pushes, "s", "u"), b.rename(self._impulses(), "t", "u"), {"u"}), "weights")
+
+    def spreading(self, rate: Node) -> Node:
+        """The rate at which tokens take writes from before the chunk, with the gradient of the decays up to each token,
+        by which what is taken there is divided; under momentum the rate alone.
+
+        By way of the weights that gradient would take a product that sums over these few tokens, which Triton 3.6 gets
+        wrong (benchmarks/NOTES.md).
+        """
+        if self.log_momentum_decay is not None:
+            return rate
+        return self.b.mul(rate, self.b.map("exp2", self.b.sub(self.b.still(self.total), self.total)))
 
     def _pushes(self, moment: Moment) -> Node:
         b = self.b
@@ -119,9 +152,15 @@ class ChunkMemory:
 
     def read_write(self, w: Write, x: Node, over: str, moment: Moment) -> Node:
         if w.frozen is not None:
-            return self._read_frozen(w.frozen, w.right, x, over, moment)
+            return self._read_frozen(w, w.frozen, x, over, moment)
         content, key = (w.left, w.right) if over == self.columns else (w.right, w.left)
-        return self.mix(self.scores(key, x, over, moment), content, moment, over)
+        if w.spread is None:
+            return self.mix(self.scores(key, x, over, moment), content, moment, over)
+        b = self.b
+        content, key = (b.rename(b.expand(n, {w.token}), "t", "s") for n in (content, key))
+        match = b.contract(b.expand(x, {"t"}), key, {over})
+        scores = b.label(b.mul(match, self.weights(moment, w.spread)), "scores")
+        return b.contract(scores, content, {w.source})
 
     def scores(self, key: Node, x: Node, over: str, moment: Moment) -> Node:
         """score[t, s]: how much of write s a read through x_t picks up, its decay too unless per content channel."""
@@ -144,14 +183,15 @@ class ChunkMemory:
         gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
         return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, _kept(moment))
 
-    def _read_frozen(self, frozen: Node, scale: Node, x: Node, over: str, moment: Moment) -> Node:
-        b = self.b
+    def _read_frozen(self, w: Write, frozen: Node, x: Node, over: str, moment: Moment) -> Node:
+        b, scale = self.b, w.right
         if self.channel:
             if set(scale.axes) - {"t", self.channel}:
                 raise NotChunkable("a state-shaped gradient term under a decay per channel has no factored form")
             summed = self._sum_decayed(scale, moment)
         else:
-            summed = b.contract(self.weights(moment), b.rename(b.expand(scale, {"t"}), "t", "s"), {"s"})
+            scale = b.rename(b.expand(scale, {w.token}), "t", "s")
+            summed = b.contract(self.weights(moment, w.spread), scale, {w.source})
         if over in summed.axes:
             return b.contract(frozen, b.mul(summed, x), {over})
         return b.mul(summed, b.contract(frozen, x, {over}))
@@ -172,12 +212,14 @@ class ChunkMemory:
         b = self.b
         log_all = b.sum(self.log_decay, {"t"})
         result = b.mul(b.map("exp2", log_all), self.start)
-        remaining = b.map("exp2", b.sub(log_all, self.total))
+        remaining = of_past = b.map("exp2", b.sub(log_all, self.total))
+        if any(w.token == PAST for w in self.writes):  # see `spreading`
+            of_past = b.map("exp2", b.sub(log_all, b.still(self.total)))
         if self.momentum is not None:
             result = b.add(result, b.mul(b.sum(b.mul(self.last, self._momentum_weight("after")), {"t"}), self.momentum))
             final_row = b.contract(self.last, self.weights("after"), {"t"})
-            remaining = b.rename(final_row, "s", "t")
-        return b.add(result, self._sum_writes(remaining))
+            remaining = of_past = b.rename(final_row, "s", "t")
+        return b.add(result, self._sum_writes(remaining, of_past))
 
     def end_momentum(self) -> Node:
         """The momentum after the chunk's last token."""
@@ -186,21 +228,22 @@ class ChunkMemory:
         assert self.momentum is not None
         log_all = b.sum(self.log_momentum_decay, {"t"})
         remaining = b.map("exp2", b.sub(log_all, b.cumsum(self.log_momentum_decay)))
-        return b.add(b.mul(b.map("exp2", log_all), self.momentum), self._sum_writes(remaining))
+        return b.add(b.mul(b.map("exp2", log_all), self.momentum), self._sum_writes(remaining, remaining))
 
-    def _sum_writes(self, remaining: Node) -> Node:
+    def _sum_writes(self, remaining: Node, of_past: Node) -> Node:
+        """All writes at the chunk's end, by how much remains there of what each token takes: `of_past` of writes from
+        before the chunk."""
         b = self.b
         result = b.zero({self.rows, self.columns})
         for w in self.writes:
+            left = of_past if w.token == PAST else remaining
+            left = left if w.spread is None else b.rename(b.contract(left, w.spread, {"t"}), "s", "t")
             if w.frozen is not None:
-                result = b.add(result, b.mul(w.frozen, b.sum(b.mul(remaining, w.right), {"t"})))
+                result = b.add(result, b.mul(w.frozen, b.sum(b.mul(left, w.right), {w.token})))
+            elif self.columns in remaining.axes:
+                result = b.add(result, b.contract(w.left, b.mul(w.right, left), {w.token}))
             else:
-                left, right = w.left, w.right
-                if self.columns in remaining.axes:
-                    right = b.mul(right, remaining)
-                else:
-                    left = b.mul(left, remaining)
-                result = b.add(result, b.contract(left, right, {"t"}))
+                result = b.add(result, b.contract(b.mul(w.left, left), w.right, {w.token}))
         return result
 
 
@@ -217,6 +260,8 @@ def normalised(memory: ChunkMemory, over: str) -> ChunkMemory:
         raise NotChunkable("momentum under a projection after every token has no factored form")
     if memory.channel == over:
         raise NotChunkable("a projection along the channels that decay each on their own has no factored form")
+    if any(w.spread is not None for w in memory.writes):
+        raise NotChunkable("a window under a projection after every token has no factored form")
     outer = [w for w in memory.writes if w.frozen is None]
     frozen = [w for w in memory.writes if w.frozen is not None]
     if len(outer) > 1 or len(frozen) > 1 or any(over in w.right.axes for w in frozen):

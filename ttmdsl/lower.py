@@ -7,17 +7,17 @@ there is one, with the backward program of each. Decides nothing by a layer's na
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ttmdsl.differentiate import differentiate
+from ttmdsl.differentiate import differentiate, settled
 from ttmdsl.ir import Program
 from ttmdsl.kernel_form import LoweredKernel, lower_kernel
 from ttmdsl.lower_chunk import lower_chunk
 from ttmdsl.lower_expr import NotChunkable
 from ttmdsl.lower_token import lower_token
 from ttmdsl.rule import UpdateRule
-from ttmdsl.unfold import Prelude, unfold
+from ttmdsl.unfold import Bands, Prelude, unfold
 
 Recurrence = Literal["additive", "affine", "frozen", "sequential"]
 
@@ -65,25 +65,34 @@ class Lowered:
         return sorted({p.optimizer.batch for p in self.rule.spec.passes} - {1})
 
     @property
+    def bands(self) -> Bands | None:
+        """What chunks take of windows, if it is something else than single tokens take."""
+        return self.prelude.bands
+
+    @property
     def title(self) -> str:
         """The class of recurrence in words, with the reason for a sequential form."""
         return TITLES[self.recurrence] + (f" ({self.reason})" if self.reason else "")
 
 
 def _form(forward: Program) -> Form:
-    return Form(forward, differentiate(forward))
+    return Form(settled(forward), settled(differentiate(forward)))
 
 
 def lower(rule: UpdateRule) -> Lowered | LoweredKernel:
     """Lowers a rule; needs neither torch nor triton."""
     if rule.spec.kernels:
         return lower_kernel(rule)
-    rule, prelude = unfold(rule)
+    rule, banded, prelude = unfold(rule)
     token = _form(lower_token(rule))
     grouped = any(p.optimizer.batch > 1 for p in rule.spec.passes)
     try:
-        chunk = lower_chunk(rule, aligned=True)
-        resumed = _form(lower_chunk(rule, aligned=False)) if grouped else None
+        try:
+            chunk = lower_chunk(banded or rule, aligned=True)
+        except NotChunkable:
+            banded, prelude = None, replace(prelude, bands=None)
+            chunk = lower_chunk(rule, aligned=True)
+        resumed = _form(lower_chunk(banded or rule, aligned=False)) if grouped else None
     except NotChunkable as reason:
         return Lowered(rule, "sequential", str(reason), token, None, None, prelude)
     inverted = any(n.op == "tri_inv" for n in chunk.nodes)

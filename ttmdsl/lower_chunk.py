@@ -6,13 +6,16 @@ Inside a chunk a memory is known by its start, its decays and its writes, outer 
 times diagonal), and can be read through a vector (chunk_memory.py).
 
 Three of the five classes of recurrence are this form: writes that are free of the state; writes that are affine in a
-read of the state just before (solved by a triangular inverse); writes that depend on the state at a frozen point.
+read of the state just before (solved by a triangular inverse); writes that depend on the state at a frozen point. But
+for the second, a window's gradients are each written once, spread over the tokens that the window reaches from there;
+so are those of the tokens before the chunk that it reaches from inside.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -20,7 +23,7 @@ from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
 from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, normalised
 from ttmdsl.functions import X, aggregate
-from ttmdsl.ir import Node, Program, addends, depends_on, factors
+from ttmdsl.ir import PAST, Node, Program, addends, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
 from ttmdsl.lower_token import bind_tensors
 from ttmdsl.rule import Jacobian, PassRule, UpdateRule
@@ -42,9 +45,14 @@ def lower_chunk(rule: UpdateRule, aligned: bool) -> Program:
     env: dict[str, Node] = bind_tensors(spec, b, ("t",))
     for name, e in spec.lets:
         env[name] = b.label(lower.vector(e, env), name)
+    before: dict[str, Node] = {}
+    if any(derived.delays for derived in rule.passes):
+        before = bind_tensors(spec, b, (PAST,), before=True)
+        for name, e in spec.lets:
+            before[name] = lower.vector(e, before)
     outputs: dict[str, Node] = {}
     for pass_, derived in zip(spec.passes, rule.passes, strict=True):
-        env[pass_.name] = _PassLowering(lower, pass_, derived, aligned).run(env, outputs)
+        env[pass_.name] = _PassLowering(lower, pass_, derived, aligned, before).run(env, outputs)
     y = b.expand(env[spec.passes[-1].name], {"t", *spec.passes[-1].read.shape})
     told = {dim for t in spec.tensors for dim in t.shape}
     inner = (dim for p in spec.passes for m in p.memories for dim in m.shape if dim not in told)
@@ -57,6 +65,7 @@ class _PassLowering:
     pass_: sp.Pass
     derived: PassRule
     aligned: bool
+    before: dict[str, Node]
 
     def run(self, env: dict[str, Node], outputs: dict[str, Node]) -> Node:
         """Adds the pass's carries to the outputs and gives its readout."""
@@ -129,30 +138,56 @@ class _PassLowering:
                 frozen = b.leaf("carry", point_name(name), memory.start.axes)
                 point[name] = b.select(b.leaf("fresh", str(pass_.optimizer.batch), ()), memory.start, frozen)
             outputs[f"carry:{point_name(name)}"] = point[name]
-        at_point: dict[str, Node] = {**env, **point}
-        for name, e in self.derived.definitions:
-            at_point[name] = b.label(self.lower.vector(e, at_point), name)
+        for name, found in self._gradients(memories, {**env, **point}, {**self.before, **point}, rate).items():
+            memories[name].writes += found
+
+    def _gradients(
+        self, memories: Mapping[str, ChunkMemory], env: Mapping[str, Value], before: Mapping[str, Value], rate: Node
+    ) -> dict[str, list[Write]]:
+        """What a gradient step writes: of a window each token's gradient once, spread over the tokens that step along
+        it; `before` has the values of the tokens before the chunk."""
+        b, delays = self.lower.b, self.derived.delays
+        if not delays:
+            return self._steps(memories, env, b.neg(rate))
+        if any(memory.channel for memory in memories.values()):
+            raise NotChunkable("a window over a decay per channel has no one weight for each token")
+        weights = [self.lower.vector(e, env) for e in delays]
+        live = b.rename(b.leaf("live", "live", ("t",)), "t", "s")
+        one = b.const(1.0)
+        here, earlier = self._steps(memories, env, one), self._steps(memories, before, one, PAST)
+        found: dict[str, list[Write]] = {}
         for name, memory in memories.items():
-            gradient = self.lower.vector(self.derived.gradients[name], at_point)
-            memory.writes += writes(b, b.mul(b.neg(rate), gradient), memory)
+            taken, taken_before = b.neg(rate), b.neg(memory.spreading(rate))
+            inside = b.mul(_total(b, [b.diagonal(b.mul(taken, w), by) for by, w in enumerate(weights)]), live)
+            past = _total(b, [b.diagonal(b.mul(taken_before, w), by, PAST) for by, w in enumerate(weights) if by])
+            found[name] = [replace(w, spread=b.label(inside, "spread")) for w in here[name]]
+            found[name] += [replace(w, spread=b.label(past, "spread_before")) for w in earlier[name]]
+        return found
+
+    def _steps(
+        self, memories: Mapping[str, ChunkMemory], env: Mapping[str, Value], times: Node, axis: str = "t"
+    ) -> dict[str, list[Write]]:
+        """Each memory's gradient, so many times, as writes of the tokens along an axis."""
+        b, at_point = self.lower.b, dict(env)
+        for name, e in self.derived.definitions:
+            value = self.lower.vector(e, at_point)
+            at_point[name] = b.label(value, name) if axis == "t" else value
+        gradients = {name: self.lower.vector(self.derived.gradients[name], at_point) for name in memories}
+        return {name: writes(b, b.mul(times, g), memories[name], axis) for name, g in gradients.items()}
 
     # -- gradient at the state just before each token -----------------------------------------------------------
 
     def _write_at_each_token(self, memories: dict[str, ChunkMemory], env: dict[str, Node], rate: Node) -> None:
         b = self.lower.b
         probes = {name: Probe(b, memory) for name, memory in memories.items()}
-        at_token: dict[str, Value] = {**env, **probes}
-        for name, e in self.derived.definitions:
-            at_token[name] = b.label(self.lower.vector(e, at_token), name)
-        found: dict[str, list[Write]] = {}
-        for name, memory in memories.items():
-            gradient = self.lower.vector(self.derived.gradients[name], at_token)
-            found[name] = writes(b, b.mul(b.neg(rate), gradient), memory)
+        found = self._gradients(memories, {**env, **probes}, {**self.before, **probes}, rate)
         reads = [(name, probe) for name, probe in probes.items() if probe.x is not None]
         if not reads:
             for name, memory in memories.items():
                 memory.writes += found[name]
             return
+        if self.derived.delays:
+            raise NotChunkable("a window whose gradients read the memory at every token has no one read for each")
         if len(memories) > 1:
             raise NotChunkable("several memories whose gradients read each other at every token")
         ((name, probe),) = reads
@@ -255,12 +290,13 @@ def affine(b: Builder, value: Node, unknown: Node) -> tuple[Node | None, Node]:
     return slope, b.expand(rest, value.axes)
 
 
-def writes(b: Builder, value: Node, memory: ChunkMemory) -> list[Write]:
-    """A gradient step, summed out of products, as writes: every product must separate into rows and columns."""
+def writes(b: Builder, value: Node, memory: ChunkMemory, axis: str = "t") -> list[Write]:
+    """A gradient step, summed out of products, as writes of the tokens along an axis: every product must separate into
+    rows and columns."""
     rows, columns = memory.rows, memory.columns
     outer: dict[Node, Node] = {}  # right factor -> sum of left factors, so that equal keys are written once
     result: list[Write] = []
-    separate = ({"t", rows}, {"t", columns}, {rows, columns})
+    separate = ({axis, rows}, {axis, columns}, {rows, columns})
     for number, parts in addends(value, lambda n: any(set(n.axes) <= axes for axes in separate)):
         left, right, both = [b.const(number)], [], []
         for p in parts:
@@ -272,7 +308,7 @@ def writes(b: Builder, value: Node, memory: ChunkMemory) -> list[Write]:
                 case _:
                     left.append(p)
         mixed = both and right and any(rows in p.axes for p in left)
-        if mixed or any("t" in p.axes for p in both):
+        if mixed or any(axis in p.axes for p in both):
             raise NotChunkable("a term of the gradient does not separate into rows and columns")
         if both:
             scale = b.product([*left, *right])

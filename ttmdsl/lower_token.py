@@ -11,17 +11,22 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import Axes, Node, Program
 from ttmdsl.lower_expr import LOG2E, Env, ExprLowering, matrix_axes
 from ttmdsl.lower_optimizer import newton_schulz, wider
+from ttmdsl.past import before_name
 from ttmdsl.rule import PassRule, UpdateRule
 from ttmdsl.state import momentum_name, point_name
 
 
-def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes) -> dict[str, Node]:
-    """Leaves for the op's tensors, by the spec's own names: a decay is two to the power of its logarithm."""
+def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes, before: bool = False) -> dict[str, Node]:
+    """Leaves for the op's tensors, by the spec's own names: a decay is two to the power of its logarithm. `before`: of
+    the tokens before a chunk."""
     env: dict[str, Node] = {}
     for tensor in spec.tensors:
         per_token = tensor.kind != "param"
         axes = (*token_axes, *tensor.shape) if per_token else tensor.shape
-        leaf = b.leaf("token" if per_token else "param", tensor.keyword, axes)
+        if before and per_token:
+            leaf = b.leaf("before", before_name(tensor), axes)
+        else:
+            leaf = b.leaf("token" if per_token else "param", tensor.keyword, axes)
         is_decay = tensor.range == "decay"
         env[tensor.name] = b.label(b.map("exp2", b.mul(b.const(LOG2E), leaf)), tensor.name) if is_decay else leaf
     return env

@@ -17,6 +17,16 @@ def past_name(tensor: Tensor) -> str:
     return f"{tensor.keyword}_past"
 
 
+def before_name(tensor: Tensor) -> str:
+    """What backends call a tensor's values at the tokens before a chunk."""
+    return f"{tensor.keyword}__before"
+
+
+def kept_name(tensor: Tensor) -> str:
+    """What backends call those that were before this call."""
+    return f"{tensor.keyword}__kept"
+
+
 def roots(spec: LayerSpec) -> list[Expr]:
     """Every declared expression of a layer."""
     found = [e for _, e in spec.lets]

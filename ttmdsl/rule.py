@@ -49,12 +49,16 @@ class PassRule:
     Where the optimizer is an argmin, a gradient is what the solved step subtracts (times the rate): of the bias at the
     solution, in terms of the state before it. `auxiliary` are matrices that the solution carries along beside the
     memories, with steps of their own among the gradients.
+
+    `delays`: of a window, what the gradient of the token so many tokens ago is multiplied by, the current one first;
+    without any, gradients are the current token's, or summed over the window.
     """
 
     name: str
     definitions: tuple[tuple[str, Expr], ...]
     gradients: dict[str, Expr]
     auxiliary: tuple[Memory, ...] = ()
+    delays: tuple[Expr, ...] = ()
 
 
 @dataclass(frozen=True)

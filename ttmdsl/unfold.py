@@ -2,8 +2,9 @@
 
 Input: an `UpdateRule` as `derive` makes it, its gradients those of a window's summand. Output: the same update as a
 rule without any of these, and the `Prelude`, which says how the tensors that it needs follow from the declared ones. A
-window becomes the sum of its summand's gradients at delayed tensors; n gradient steps per token become n tokens. Prints
-nothing: the frame's code is emit_prelude.py's.
+window becomes the sum of its summand's gradients at delayed tensors; n gradient steps per token become n tokens. For
+chunks there may be another rule: gradients of the current token, by how much each later one counts them, which asks for
+the tokens before a chunk in place of delayed tensors. Prints nothing: the frame's code is emit_prelude.py's.
 
 Made names hold two underscores, which no declared name may: `k__past1` (k one token ago; where there is no such token
 the current one stands in, under a weight of zero), `seen__1` (whether there is one), `k__power2`, `y__weight1`.
@@ -15,7 +16,7 @@ import functools
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ttmdsl.past import history
+from ttmdsl.past import before_name, history, kept_name
 from ttmdsl.rule import PassRule, UpdateRule
 from ttmdsl.simplify_expr import ONE, add, mul, sub
 from ttmdsl.spec import (
@@ -39,12 +40,29 @@ FIRST, LAST = "step__first", "step__last"
 
 
 @dataclass(frozen=True)
+class Bands:
+    """What a chunk form takes whose windows are bands of weights: `tensors`, and of some of them, `before`, those of as
+    many tokens before each chunk as `depth`. `alone`: one of the tensors that single tokens take instead."""
+
+    tensors: tuple[Tensor, ...]
+    before: tuple[Tensor, ...]
+    depth: int
+    alone: str
+
+    @property
+    def table(self) -> dict[str, tuple[str, str]]:
+        """What tensors are before a chunk, by name: of which tensor, and the name of what it was before the call."""
+        return {before_name(t): (t.keyword, kept_name(t)) for t in self.before}
+
+
+@dataclass(frozen=True)
 class Prelude:
     """What the backends take, and how the frame makes it, in this order.
 
     past: a made tensor, the declared one, by how many tokens. seen: the delays that weights ask about. With `steps` > 1
     every token becomes that many, tensors with `step_dim` first being dealt out to them; `firsts` are decays that are 1
-    but at a token's first step. values: expressions of declared tensors, pasts and `seen`.
+    but at a token's first step. values: expressions of declared tensors, pasts and `seen`. bands: what chunks take, if
+    it is something else.
     """
 
     tensors: tuple[Tensor, ...]
@@ -55,6 +73,7 @@ class Prelude:
     step_dim: str = ""
     firsts: tuple[tuple[Tensor, Tensor], ...] = ()
     values: tuple[tuple[Tensor, Expr], ...] = ()
+    bands: Bands | None = None
 
     @property
     def empty(self) -> bool:
@@ -62,21 +81,52 @@ class Prelude:
         return not (self.history or self.values or self.steps > 1 or self.step_dim)
 
 
-def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude]:
-    """The rule that the lowerings take, and its prelude."""
+def unfold(rule: UpdateRule) -> tuple[UpdateRule, UpdateRule | None, Prelude]:
+    """The rule that the lowerings take, another one for chunks alone where windows may be bands of weights, and their
+    prelude."""
     spec = rule.spec
     made = _Made(spec)
     spec = replace(spec, lets=tuple((name, made.now(e)) for name, e in spec.lets))
-    found = [made.of_pass(p, d) for p, d in zip(spec.passes, rule.passes, strict=True)]
+    found = [made.of_pass(p, d, bands=False) for p, d in zip(spec.passes, rule.passes, strict=True)]
     prelude = made.prelude()
     if prelude.empty:
-        return replace(rule, spec=replace(rule.spec, dims=_dims(rule.spec))), prelude
-    passes, derived = tuple(p for p, _ in found), tuple(d for _, d in found)
-    used = _used(spec, passes, derived)
-    tensors = tuple(t for t in prelude.tensors if t.kind == "param" or t.name in used)
-    spec = replace(spec, tensors=tensors, passes=passes)
-    spec = replace(spec, dims=_dims(spec))
-    return replace(rule, spec=spec, passes=derived), replace(prelude, tensors=tensors)
+        return replace(rule, spec=replace(rule.spec, dims=_dims(rule.spec))), None, prelude
+
+    def unfolded(found: list[tuple[Pass, PassRule]]) -> UpdateRule:
+        passes, derived = tuple(p for p, _ in found), tuple(d for _, d in found)
+        used = _used(spec, passes, derived)
+        tensors = tuple(t for t in prelude.tensors if t.kind == "param" or t.name in used)
+        own = replace(spec, tensors=tensors, passes=passes)
+        return replace(rule, spec=replace(own, dims=_dims(own)), passes=derived)
+
+    whole = unfolded(found)
+    banded = None
+    if made.steps == 1 and any(p.window for p in spec.passes):
+        found = [made.of_pass(p, d, bands=True) for p, d in zip(spec.passes, rule.passes, strict=True)]
+        banded = unfolded(found)
+        prelude = replace(prelude, bands=_bands(banded, whole, prelude))
+    return whole, banded if prelude.bands else None, replace(prelude, tensors=whole.spec.tensors)
+
+
+def _bands(rule: UpdateRule, whole: UpdateRule, prelude: Prelude) -> Bands | None:
+    """What the rule takes; None where gradients are made of what the past does not tell, or reach no past."""
+    lets, reaching = dict(rule.spec.lets), [d for d in rule.passes if d.delays]
+    roots = [e for d in reaching for e in (*(e for _, e in d.definitions), *d.gradients.values())]
+    names, values = set(), {t.name: e for t, e in prelude.values}
+    while roots:
+        for n in walk(roots.pop()):
+            if isinstance(n, Ref) and n.name not in names:
+                names.add(n.name)
+                roots += [lets[n.name]] if n.name in lets else []
+    before = tuple(t for t in rule.spec.tensors if t.name in names and t.kind != "param")
+    made = tuple(t for t in before if t.name in values)
+    known = {*prelude.history, *(t.name for t in rule.spec.tensors if t.kind == "param")}
+    needed = {n.name for t in made for n in walk(values[t.name]) if isinstance(n, Ref)}
+    needed |= {t.name for t in before if t not in made}
+    if not before or needed - known:
+        return None
+    alone = next(t for t in whole.spec.tensors if t not in rule.spec.tensors)
+    return Bands(rule.spec.tensors, before, max(len(d.delays) for d in reaching) - 1, alone.keyword)
 
 
 def _dims(spec: LayerSpec) -> tuple[str, ...]:
@@ -90,7 +140,7 @@ def _used(spec: LayerSpec, passes: tuple[Pass, ...], derived: tuple[PassRule, ..
     """Names that the recurrence reads."""
     roots = [e for _, e in spec.lets]
     for p, d in zip(passes, derived, strict=True):
-        roots += [e for _, e in d.definitions] + [*d.gradients.values()]
+        roots += [e for _, e in d.definitions] + [*d.gradients.values(), *d.delays]
         roots += [*p.retention.values(), *p.project.values(), p.read, p.optimizer.rate]
         roots += [e for e in (p.optimizer.decay, p.optimizer.ridge) if e is not None]
     return {n.name for root in roots for n in walk(root) if isinstance(n, Ref)}
@@ -204,8 +254,8 @@ class _Made:
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    def of_pass(self, p: Pass, derived: PassRule) -> tuple[Pass, PassRule]:
-        """The pass with everything in terms of made tensors, and its gradients summed over the window."""
+    def of_pass(self, p: Pass, derived: PassRule, bands: bool) -> tuple[Pass, PassRule]:
+        """The pass with everything in terms of made tensors, and its gradients: summed over the window, or as bands."""
         optimizer = replace(
             p.optimizer,
             rate=self.now(p.optimizer.rate),
@@ -223,12 +273,16 @@ class _Made:
             project = {m.name: _where(last, project[m.name], m) for m in p.memories if m.name in project}
         read = self.now(p.read)
         unfolded = replace(p, optimizer=optimizer, retention=retention, project=project, read=read, window=None)
-        return unfolded, self._gradients(p, derived)
+        return unfolded, self._gradients(p, derived, bands)
 
-    def _gradients(self, p: Pass, derived: PassRule) -> PassRule:
+    def _gradients(self, p: Pass, derived: PassRule, bands: bool) -> PassRule:
         size = p.window.size if p.window else 1
-        definitions: list[tuple[str, Expr]] = []
-        gradients: dict[str, Expr] = {}
+        if bands and size > 1:
+            definitions = [(n, self.now(e)) for n, e in derived.definitions]
+            gradients = {name: self.now(g) for name, g in derived.gradients.items()}
+            delays = tuple(self._weight(p, ago) for ago in range(size))
+            return replace(derived, definitions=tuple(definitions), gradients=gradients, delays=delays)
+        definitions, gradients = [], {}
         for ago in range(size):
             definitions += [(f"{n}__{ago}" if ago else n, self.now(e, ago)) for n, e in derived.definitions]
             weight = self._weight(p, ago)
