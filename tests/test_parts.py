@@ -28,6 +28,7 @@ def of(name: str) -> list[Transfer]:
         ("mamba2", [("S", True)]),
         ("gla", [("S", True)]),
         ("hgrn2", [("S", True)]),
+        ("swla", [("S", True)]),
         ("gsa", [("K", True), ("V", True)]),
         ("delta_net", [("S", False)]),
         ("gated_delta_net", [("S", False)]),
@@ -115,8 +116,11 @@ def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[in
     results = []
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
         x = {k: t.to(dtype).requires_grad_() for k, t in drawn.x.items()}
-        start = {k: t.to(dtype).requires_grad_() for k, t in (drawn.state or {}).items()}
-        y, final = module.op(**x, initial_state=start or None, output_final_state=True, backend=backend, **packed)
+        numbers = {k: t for k, t in (drawn.state or {}).items() if not t.is_floating_point()}
+        start = {k: t.to(dtype).requires_grad_() for k, t in (drawn.state or {}).items() if k not in numbers}
+        given = start | numbers or None
+        y, final = module.op(**x, initial_state=given, output_final_state=True, backend=backend, **packed)
+        final = {k: t for k, t in final.items() if t.is_floating_point()}
         generator = torch.Generator().manual_seed(2)
         loss = torch.zeros((), dtype=torch.float64)
         for t in (y, *(final[k] for k in sorted(final))):
@@ -143,6 +147,8 @@ def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[in
         ("gla", (64 * 4 + 3, 64 * 3), True),
         ("gsa", (64 * 3 + 1,), True),
         ("rwkv7", (64 * 3 + 5,), True),
+        ("swla", (64 * 3 + 5,), True),
+        ("swla", (64 * 3, 64 * 4 + 2, 1), False),
     ],
 )
 def test_parts_are_the_whole(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from ttmdsl.check import check
 from ttmdsl.derive import derive
 from ttmdsl.drawing import Shape, draw
 from ttmdsl.explain import explain
+from ttmdsl.ir import is_product
 from ttmdsl.loader import read
+from ttmdsl.lower import Lowered, lower
 from ttmdsl.parity import parity
 from ttmdsl.parse import parse
 from ttmdsl.past import history
@@ -58,6 +62,21 @@ layer Normalised {
   memory    S[d_v, d_k]
   bias      window(4) of 1/2 * |S @ (k / |k|) - v / |v|^2|^2
   optimizer gd(rate = eta)
+  read      S @ q
+}
+"""
+GATED = """
+layer Gated {
+  dim       d_k, d_v
+  input     q[d_k], k[d_k], v[d_v]
+  gate      alpha: decay, eta: unit, g, lam: decay
+  param     scale[d_v]
+  const     b = 3
+  let       u = tanh(k) * (1 + g)
+  memory    S[d_v, d_k]
+  bias      window(5) of 1/2 * lam * |S @ u - scale * v|^2
+  retention alpha * S
+  optimizer gd(rate = eta, batch = b)
   read      S @ q
 }
 """
@@ -157,6 +176,10 @@ def test_delays_by_hand(backend: str) -> None:
 LAYERS = {
     "swla": lambda: ttmdsl.load("swla"),
     "omega_linear": lambda: ttmdsl.load("omega_linear", c=3),
+    "omega_linear in groups": lambda: ttmdsl.load("omega_linear", c=3, b=2),
+    "omega_linear of squares": lambda: ttmdsl.load("omega_linear", c=6, b=4, p=2),
+    "normalised": lambda: ttmdsl.compile(NORMALISED.replace("(rate = eta)", "(rate = eta, batch = 3)")),
+    "gated": lambda: ttmdsl.compile(GATED),
     "omega_net": lambda: ttmdsl.load("omega_net", c=3, b=4),
     "delays": lambda: ttmdsl.compile(DELAYS),
     "long": lambda: ttmdsl.compile(LONG),
@@ -234,10 +257,27 @@ def test_no_token_before_the_first_makes_no_nan(backend: str) -> None:
     assert all(g.isfinite().all() for g in grads)
 
 
-def test_garbage_in_the_past_counts_for_nothing() -> None:
-    module = ttmdsl.load("swla")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_for_tokens_that_never_were_make_no_nan(dtype: torch.dtype) -> None:
+    """A chunk finds some of its sequence's own tokens before it, where there are none."""
+    module = LAYERS["normalised"]()
+    x = {key: t.to(dtype).requires_grad_() for key, t in tensors(module, 5).items()}
+    past = {key: torch.zeros(2, 2, 3, d, dtype=dtype) for key, d in (("k_past", 5), ("v_past", 3))}
+    given = {**past, "tokens": torch.tensor([0, 2])}
+    past["k_past"][1, :, 1:] = past["v_past"][1, :, 1:] = 1.0
+    y, _ = module.op(**x, initial_state=given, backend="torch")
+    exact, _ = module.op(**x, initial_state=given, backend="reference")
+    torch.testing.assert_close(y, exact)
+    for g in torch.autograd.grad(y.square().sum(), list(x.values())):
+        assert g.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["swla", "omega_linear in groups"])
+def test_garbage_in_the_past_counts_for_nothing(name: str) -> None:
+    module = LAYERS[name]()
     x = tensors(module, 3)
-    garbage = {key: torch.full((2, 2, 3, d), 1e6, dtype=torch.float64) for key, d in (("k_past", 5), ("v_past", 3))}
+    depth = int(module.STATE["k_past"][0])
+    garbage = {key: torch.full((2, 2, depth, d), 1e6, dtype=torch.float64) for key, d in (("k_past", 5), ("v_past", 3))}
     given = {**garbage, "tokens": torch.tensor([0, 0])}
     for backend in BACKENDS:
         close(module.op(**x, initial_state=given, backend=backend)[0], module.op(**x, backend=backend)[0])
@@ -260,6 +300,115 @@ def test_history_is_what_the_formulas_reach() -> None:
     module = ttmdsl.compile(LONG)
     assert module.STATE["log_alpha_past"] == ("6",)
     assert module.STATE["v_past"] == ("6", "d_v")
+
+
+# ---- chunks --------------------------------------------------------------------------------------------------------
+
+
+def chunk_of(text: str, **consts: float) -> Lowered:
+    found = lower(derive(check(parse(text), text, "<spec>", consts)))
+    assert isinstance(found, Lowered)
+    return found
+
+
+def test_a_token_is_written_once_however_long_the_window_is() -> None:
+    """Windows are bands of weights: products do not grow with them, nor do vectors of a chunk's tokens."""
+    text, _ = read("omega_linear")
+    work = set()
+    for c in (2, 4, 16):
+        found = chunk_of(text, b=64, c=c)
+        assert found.chunk is not None
+        assert found.bands is not None
+        assert found.bands.depth == c - 1
+        program = found.chunk.forward
+        vectors = [n.name for n in program.leaves() if n.role in ("token", "before") and len(n.axes) > 1]
+        assert sorted(vectors) == ["k", "k__before", "q", "v", "v__before"]
+        work.add((sum(map(is_product, program.nodes)), sum(map(is_product, found.chunk.backward.nodes))))
+    assert len(work) == 1
+
+
+OMEGA, SWLA = read("omega_linear")[0], read("swla")[0]
+NO_BANDS = {
+    "nothing before a chunk is reached": (OMEGA, {"b": 4, "c": 1}),
+    "gradients take delayed tensors": (
+        DELAYS.replace("1/2", "window(3) of 1/2").replace("rate = eta", "rate = eta, batch = 4"),
+        {},
+    ),
+    "a decay per channel": (SWLA.replace("alpha: decay", "alpha[d_k]: decay").replace("alpha * S", "S * alpha"), {}),
+    "several steps for a token": (OMEGA.replace("batch = b", "batch = b, steps = 2"), {"b": 4}),
+}
+
+
+@pytest.mark.parametrize("why", NO_BANDS)
+def test_other_windows_are_sums_over_delayed_tensors(why: str) -> None:
+    text, consts = NO_BANDS[why]
+    found = chunk_of(text, **consts)
+    assert found.chunk is not None
+    assert found.bands is None
+    assert not any(n.role == "before" for n in found.chunk.forward.leaves())
+
+
+def test_a_momentum_and_a_deep_memory_have_bands_too() -> None:
+    for text, consts in ((LONG, {}), (read("omega_net")[0], {"b": 4})):
+        found = chunk_of(text, **consts)
+        assert found.chunk is not None
+        assert found.bands is not None
+        assert any(n.op == "diagonal" for n in found.chunk.forward.nodes)
+
+
+def kernels(name: str) -> list[str]:
+    """What a layer's kernels miss, in units that windows reach beyond; in the interpreter's process."""
+    torch.set_num_threads(1)
+    shapes = (
+        Shape("T=21, cut at 6", tokens=21, heads=2, dims=(5, 3, 4), cuts=(6,)),
+        Shape("packed", heads=2, dims=(3, 4, 5), lengths=(5, 0, 1, 11)),
+        Shape("y alone", batch=2, tokens=18, dims=(4, 3, 5), state=False, final=False),
+    )
+    return missed(LAYERS[name](), shapes)
+
+
+def missed(module: ModuleType, shapes: tuple[Shape, ...]) -> list[str]:
+    rows = parity(module, dtypes=(torch.float32,), shapes=shapes, backends=("triton",))
+    assert rows
+    return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+
+
+# those that test_interpreter.py has not
+@pytest.mark.parametrize(
+    "name", ["omega_linear in groups", "omega_linear of squares", "normalised", "gated", "long", "passes"]
+)
+def test_kernels_are_the_reference(name: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(kernels, name).result() == []
+
+
+def without_room(name: str, where: str) -> list[str]:
+    """The same where a device has no room for kernels of chunks."""
+    import triton
+
+    module = LAYERS[name]()
+    original = getattr(module, where)
+
+    def crowded(s: Any, *arguments: Any) -> Any:
+        if s.form != "token":
+            raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
+        return original(s, *arguments)
+
+    shapes = (
+        Shape("a state", batch=2, tokens=9, heads=2, dims=(4, 3), cuts=(3,)),
+        Shape("packed", heads=1, dims=(3, 4), lengths=(5, 0, 1, 4)),
+        Shape("y alone", tokens=9, dims=(4, 3), state=False, final=False),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, where, crowded)
+        found = missed(module, shapes)
+        module._too_large.clear()
+    return found
+
+
+@pytest.mark.parametrize("where", ["_forward", "_backward"])
+@pytest.mark.parametrize("name", ["omega_linear in groups", "swla", "omega_linear"])
+def test_where_chunks_find_no_room_others_stand_in(name: str, where: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(without_room, name, where).result() == []
 
 
 # ---- as the papers print it ------------------------------------------------------------------------------------------

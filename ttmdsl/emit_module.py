@@ -2,7 +2,8 @@
 
 Input: a `LayerSpec`, the lines of its derived update, and the source text of its sections: "reference" defines
 `_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`, and "prelude", which
-may be empty, `_prelude(x, state, bounds, dtype, fresh, wanted)`. Output: one file that needs torch and triton alone.
+may be empty, `_prelude(x, state, bounds, dtype, fresh, wanted)`, or with `chunks` beside them. Output: one file that
+needs torch and triton alone.
 Does not print arithmetic, and decides nothing about schedules.
 
 A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by
@@ -43,11 +44,16 @@ _NOTES = {
 
 
 def emit_module(
-    spec: LayerSpec, update: Iterable[str], sections: Mapping[str, str], state: Mapping[str, Shape] | None = None
+    spec: LayerSpec,
+    update: Iterable[str],
+    sections: Mapping[str, str],
+    state: Mapping[str, Shape] | None = None,
+    bands: bool = False,
 ) -> str:
     """The module's source text. `update` are the lines of the derived update, shown in its header.
 
-    `state` is the layout of a state that grows, one of keys and coefficients in place of matrices.
+    `state` is the layout of a state that grows, one of keys and coefficients in place of matrices. `bands`: the prelude
+    has other tensors for chunks than for single tokens.
     """
     _verify_names(spec)
     matrices = () if state else spec.memories
@@ -73,6 +79,7 @@ def emit_module(
         "features": {name: (f.base, f.kind, f.order) for name, f in spec.features.items()},
         "feature_size": lambda name, base: feature_size(spec.features[name], base),
         "prelude": sections.get("prelude", "").strip("\n"),
+        "bands": bands,
         "steps": max(p.optimizer.per_token for p in spec.passes),
         "initial": {m.name: m.initial for m in matrices},
         "consts": spec.consts,

@@ -7,8 +7,10 @@ autograd, so gradients flow through it. The reference does not use it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ttmdsl import spec as s
-from ttmdsl.past import past_name
+from ttmdsl.past import kept_name, past_name
 from ttmdsl.print_reference import Printer, fn_params
 from ttmdsl.templates import render
 from ttmdsl.unfold import FIRST, LAST, Prelude
@@ -19,9 +21,13 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
     """The section's source text; its surroundings import torch."""
     if prelude.empty:
         return ""
-    made = [_value(spec, tensor, e) for tensor, e in prelude.values]
     nodes = [n for _, e in prelude.values for n in walk(e)]
     stepped = [t.keyword for t in spec.tensors if t.kind != "param" and _stepped(t, prelude)]
+    bands = prelude.bands
+    taken = bands.tensors if bands else prelude.tensors
+    shared = _Values(spec, prelude, [v for v in prelude.values if v[0] in taken or not bands])
+    rest = _Values(spec, prelude, [v for v in prelude.values if v not in shared.made])
+    before = bands.before if bands else ()
     return render(
         "prelude.py.j2",
         prelude=prelude,
@@ -31,8 +37,12 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
         stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if _stepped(t, prelude))],
         marks=[t.name for t in prelude.tensors if t.name in (FIRST, LAST)],
         firsts=[(made.keyword, t.keyword, t.kind == "param") for made, t in prelude.firsts],
-        values=made,
-        sources=[(t.name, t.keyword, t.range == "decay") for t in _sources(spec, prelude)],
+        values=[*shared.each(), *rest.each()],
+        groups=[(values, pad) for values, pad in ((shared, "    "), (rest, "        ")) if values.made],
+        bands=bands,
+        chunks_take=[*(t.keyword for t in taken), *map(kept_name, before)],
+        before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],
+        before_made=_Values(spec, prelude, [v for v in prelude.values if v[0] in before]),
         features={n.kind for n in nodes if isinstance(n, s.Features)},
         batch=max(p.optimizer.batch for p in spec.passes),
         leader=next(t.keyword for t in spec.tensors if t.kind != "param"),
@@ -51,15 +61,38 @@ def _stepped(tensor: s.Tensor, prelude: Prelude) -> bool:
     return bool(prelude.step_dim) and tensor.shape[:1] == (prelude.step_dim,)
 
 
-def _sources(spec: s.LayerSpec, prelude: Prelude) -> list[s.Tensor]:
-    """What the values are made of, and what their code asks for sizes."""
-    names = {n.name for _, e in prelude.values for n in walk(e) if isinstance(n, s.Ref)}
-    sizes = {n.dim for _, e in prelude.values for n in walk(e) if isinstance(n, s.Size)}
-    names |= {next((t.name for t in spec.tensors if dim in t.shape), "") for dim in sizes}
-    applied = {n.fn for _, e in prelude.values for n in walk(e) if isinstance(n, s.Apply)} & spec.fns.keys()
-    names |= {name for fn in applied for name in fn_params(spec.fns[fn])}
-    seen = [s.Tensor(f"seen__{by}", "gate", ()) for by in prelude.seen]
-    return [t for t in (*spec.tensors, *(made for made, _, _ in prelude.past), *seen) if t.name in names]
+@dataclass(frozen=True)
+class _Values:
+    """Tensors that are made of others, and by what."""
+
+    spec: s.LayerSpec
+    prelude: Prelude
+    made: list[tuple[s.Tensor, s.Expr]]
+
+    def each(self) -> list[dict[str, object]]:
+        """What the template needs to make each of them."""
+        return [_value(self.spec, tensor, e) for tensor, e in self.made]
+
+    def sources(self) -> list[dict[str, object]]:
+        """What they are made of, and what their code asks for sizes."""
+        nodes = [n for _, e in self.made for n in walk(e)]
+        names = {n.name for n in nodes if isinstance(n, s.Ref)}
+        sizes = {n.dim for n in nodes if isinstance(n, s.Size)}
+        names |= {next((t.name for t in self.spec.tensors if dim in t.shape), "") for dim in sizes}
+        applied = {n.fn for n in nodes if isinstance(n, s.Apply)} & self.spec.fns.keys()
+        names |= {name for fn in applied for name in fn_params(self.spec.fns[fn])}
+        seen = [s.Tensor(f"seen__{by}", "gate", ()) for by in self.prelude.seen]
+        known = (*self.spec.tensors, *(made for made, _, _ in self.prelude.past), *seen)
+        return [
+            {
+                "name": t.name,
+                "keyword": t.keyword,
+                "decay": t.range == "decay",
+                "past": past_name(t) if t.name in self.prelude.history else "",
+            }
+            for t in known
+            if t.name in names
+        ]
 
 
 def _value(spec: s.LayerSpec, tensor: s.Tensor, e: s.Expr) -> dict[str, object]:
@@ -69,6 +102,7 @@ def _value(spec: s.LayerSpec, tensor: s.Tensor, e: s.Expr) -> dict[str, object]:
     text = printer.tensor(printer.expr(e)).text
     return {
         "keyword": tensor.keyword,
+        "kept": kept_name(tensor),
         "function": f"_make_{tensor.name}",
         "definitions": list(printer.definitions),
         "text": text,

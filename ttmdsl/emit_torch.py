@@ -108,7 +108,7 @@ class _Function:
         text = self.printer.text
         for leaf in sorted((n for n in nodes if n.op == "leaf"), key=lambda n: n.id):
             match leaf.role:
-                case "token" | "param":
+                case "token" | "param" | "before":
                     text[leaf] = self.names.get(leaf.name)
                     self.body.append(f'{text[leaf]} = x["{leaf.name}"]')
                 case "live" | "last":
@@ -229,7 +229,7 @@ def _kept(node: Node, made: Node) -> bool:
 
 def _varies(program: Program, nodes: Iterable[Node], printer: TorchPrinter) -> set[Node]:
     """Nodes that have a value of their own in every unit; the others have one for all."""
-    roles = {"token", "cot", "carry", "cocarry", "live", "fresh"}
+    roles = {"token", "before", "cot", "carry", "cocarry", "live", "fresh"}
     return depends_on(nodes, [n for n in program.leaves() if n.role in roles], printer.operands)
 
 
@@ -262,6 +262,7 @@ def emit_torch(lowered: Lowered) -> str:
         batch=lowered.batch,
         batches=lowered.batches,
         params=[t.keyword for t in spec.tensors if t.kind == "param"],
+        bands=lowered.bands,
         d_out=spec.passes[-1].read.shape[0],
         dims=dims,
         flipped=sorted(c.name for c in lowered.token.forward.carries() if c.axes != matrix_axes(shapes[c.name])),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ttmdsl.ir import DECAYED, Axes, Program
+from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Axes, Program
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
@@ -207,6 +207,9 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         elementwise=any(t.elementwise for c in chunks for t, _ in c.transfers),
         by_matrix=any(not t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,
+        bands=lowered.bands,
+        past=PAST,
+        token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},
         idle=[k for k in keywords if any(f"d:{k}" not in f.backward.outputs for f in forms.values())],
         tokens=[t.keyword for t in spec.tensors if t.kind != "param"],

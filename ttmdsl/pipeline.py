@@ -68,8 +68,9 @@ def _emit(job: Job) -> str:
 
     lowered = job.done["lower"]
     update = [*header(job.done["derive"]), "", *textwrap.wrap(f"Recurrence {lowered.title}.", 110)]
-    state = kernel_state(lowered) if isinstance(lowered, LoweredKernel) else None
-    return emit_module(job.done["check"], update, sections(job), state)
+    if isinstance(lowered, LoweredKernel):
+        return emit_module(job.done["check"], update, sections(job), kernel_state(lowered))
+    return emit_module(job.done["check"], update, sections(job), bands=lowered.bands is not None)
 
 
 def sections(job: Job) -> dict[str, str]:

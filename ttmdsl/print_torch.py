@@ -168,6 +168,9 @@ class TorchPrinter(Printer):
                 # two numbers would give a tile of torch's default dtype
                 kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
                 return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
+            case "diagonal":
+                by, axis = node.attr
+                return f"torch.where(unit.{'behind' if axis == 's' else 'past'} == {by}, {strip(ops[0])}, 0.0)"
             case "cumsum":
                 text, dim = self.text[args[0]], _dims(self.layout(args[0].axes), (str(node.attr[0]),))
                 return f"{text}.flip({dim}).cumsum({dim}).flip({dim})" if node.attr[1] else f"{text}.cumsum({dim})"

@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import TOKEN_AXES, Axes, Node, base_dim, constant, is_matmul, original
+from ttmdsl.ir import PAST, TOKEN_AXES, UNIT_AXES, Axes, Node, base_dim, constant, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
 from ttmdsl.schedule import Weight, order_by, peak, with_loads
@@ -36,7 +36,7 @@ def extent(axis: str) -> str:
 
 def shape(axes: Axes) -> str:
     """The tile's shape."""
-    return "[" + ", ".join("BT" if x in TOKEN_AXES else f"P_{base_dim(x)}" for x in axes) + "]"
+    return "[" + ", ".join("BT" if x in UNIT_AXES else f"P_{base_dim(x)}" for x in axes) + "]"
 
 
 class TritonPrinter(Printer):
@@ -56,6 +56,7 @@ class TritonPrinter(Printer):
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
         self.place: dict[Node, int] = {}  # an order that may be the best
         self.ordering = 0  # the number of the order, of least peak if 0
+        self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
         def loaded(n: Node) -> bool:
@@ -83,7 +84,7 @@ class TritonPrinter(Printer):
     def raw(self, node: Node) -> bool:
         """Whether a value still has the dtype it was loaded in, as products of tiles want it."""
         node = original(node)
-        loaded = node.role in ("token", "cot") and any(x not in TOKEN_AXES for x in node.axes)
+        loaded = node.role in ("token", "before", "cot") and any(x not in TOKEN_AXES for x in node.axes)
         return loaded or node in self.loaded
 
     def widened(self, node: Node) -> str:
@@ -117,12 +118,12 @@ class TritonPrinter(Printer):
 
     def sanitized(self, node: Node) -> str:
         """The value with zero beyond the end of every dim, as a carry must be."""
-        dims = (x for x in node.axes if x not in TOKEN_AXES)
+        dims = (x for x in node.axes if x not in UNIT_AXES)
         return self.masked(node, tuple(x for x in dims if self.padding.of(node, x) != "zero"))
 
     def _summands(self, nodes: tuple[Node, ...], over: Axes) -> list[str]:
         """Texts of the factors of a sum over axes, masked so that padding adds nothing."""
-        dims = [x for x in over if x not in TOKEN_AXES]
+        dims = [x for x in over if x not in UNIT_AXES]
         result = []
         clean = {x: any(self.padding.of(n, x) == "zero" for n in nodes) for x in dims}
         for n in nodes:
@@ -164,17 +165,23 @@ class TritonPrinter(Printer):
             case "rename":
                 source, target = map(str, node.attr)
                 moved = tuple(target if a == source else a for a in args[0].axes)
-                return self.text[args[0]] if moved == axes else f"tl.trans({self.text[args[0]]})"
+                same = moved == axes or args[0] in self.turned
+                return self.text[args[0]] if same else f"tl.trans({self.text[args[0]]})"
             case "sum":
                 return self._reduce("sum", self._summands(args, node.reduced)[0], args[0].axes, node.reduced)
             case "amax":
-                dims = tuple(x for x in node.reduced if x not in TOKEN_AXES)
+                dims = tuple(x for x in node.reduced if x not in UNIT_AXES)
                 return self._reduce("max", self.masked(args[0], dims, NEGATIVE_INFINITY), args[0].axes, node.reduced)
             case "contract":
                 return self._contract(node)
             case "mask":
                 fill = float(node.attr[1])
                 return f"tl.where({node.attr[0]}, {strip(ops[0])}, {'0.0' if fill == 0 else NEGATIVE_INFINITY})"
+            case "diagonal":
+                by, axis = node.attr
+                here = at("t_" if axis == "s" else "place", ("t",), axes)
+                there = f"- {at('t_', ('s',), axes)}" if axis == "s" else f"+ {at(f'o_{PAST}', (PAST,), axes)}"
+                return f"tl.where({here} {there} == {by}, {strip(ops[0])}, 0.0)"
             case "cumsum":
                 reverse = ", reverse=True" if node.attr[1] else ""
                 return f"tl.cumsum({self.tile(args[0])}, {axes.index(str(node.attr[0]))}{reverse})"
@@ -196,7 +203,7 @@ class TritonPrinter(Printer):
 
     def _tame(self, node: Node, text: str) -> str:
         """A function; if it is infinite at 0, with 0 beyond the ends of the dims."""
-        dims = [x for x in node.axes if x not in TOKEN_AXES]
+        dims = [x for x in node.axes if x not in UNIT_AXES]
         if not dims or not singular(node):
             return f"({text})"
         return f"tl.where({' & '.join(self.inside(x, node.axes) for x in dims)}, {text}, 0.0)"
@@ -212,7 +219,7 @@ class TritonPrinter(Printer):
         left, right = self._summands((a, b), over)
         if is_matmul(node):
             left, right = (t.removesuffix(".to(tl.float32)") if self.raw(n) else t for n, t in ((a, left), (b, right)))
-            if node.axes[0] in b.axes:
+            if node.axes[node in self.turned] in b.axes:
                 a, b, left, right = b, a, right, left
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
@@ -315,10 +322,10 @@ def store_token(pointer: str, axes: Axes, order: Axes, text: str, rows: Rows = O
 
 def saved_address(pointer: str, axes: Axes) -> str:
     """Address of a saved tile."""
-    sizes = ["BT" if x in TOKEN_AXES else extent(x) for x in axes]
+    sizes = ["BT" if x in UNIT_AXES else extent(x) for x in axes]
     terms = []
     for i, x in enumerate(axes):
-        position = at("t_" if x in TOKEN_AXES else f"o_{base_dim(x)}", (x,), axes)
+        position = at("t_" if x in UNIT_AXES else f"o_{base_dim(x)}", (x,), axes)
         terms.append(" * ".join([position, *sizes[i + 1 :]]))
     if not axes:
         return f"{pointer} + (u * H + h)"
@@ -326,7 +333,7 @@ def saved_address(pointer: str, axes: Axes) -> str:
 
 
 def _saved_mask(axes: Axes) -> str:
-    return " & ".join(at(f"m_{base_dim(x)}", (x,), axes) for x in axes if x not in TOKEN_AXES)
+    return " & ".join(at(f"m_{base_dim(x)}", (x,), axes) for x in axes if x not in UNIT_AXES)
 
 
 def load_saved(pointer: str, axes: Axes) -> str:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, Program, base_dim, is_large
+from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Axes, Node, Program, base_dim, is_large, is_matmul
 from ttmdsl.kernels import Kernel, Kind
 from ttmdsl.lower_expr import matrix_axes
+from ttmdsl.past import before_name
 from ttmdsl.print_triton import (
     TritonPrinter,
     load_block,
@@ -39,7 +40,7 @@ from ttmdsl.tuning import NOTHING, Tables, signature, without_gradients
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
-    "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
+    "tl triton torch n h i j u row_h alive lower strict live last place first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN ORDER row head back slot inside token program"
     " step block lane here there begin fresh piece slot_0".split()
 )
@@ -149,13 +150,15 @@ class KernelWriter:
     ) -> None:
         self.spec, self.text, self.unit, self.printer, self.rounded = spec, text, unit, printer, rounded
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
+        self.sources = {before_name(t): t.keyword for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
         self.states = {k: matrix_axes(shape) for k, shape in state_shapes(spec).items() if k != POSITION}
         present = {base_dim(x) for n in nodes for x in n.axes}
-        text.dims = [d for d in spec.dims if d in present or self._sized(nodes, d)]
+        text.dims = [d for d in (*spec.dims, PAST) if d in present or self._sized(nodes, d)]
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
         text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"} and n not in given}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
+        text.uses |= {"place" for n in nodes if n.op == "diagonal" and n.attr[1] == PAST and n not in given}
         text.uses |= {"wide" for n in nodes if n in printer.wide and n not in given}
         text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
 
@@ -181,6 +184,9 @@ class KernelWriter:
             case "token":
                 pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
                 return load_token(pointer, leaf.axes, order)
+            case "before":
+                text = load_saved(self.before(leaf.name, f'saved["{leaf.name}"]', leaf.name), leaf.axes)
+                return text if len(leaf.axes) > 1 else f"{text}.to(tl.float32)"
             case "param":
                 pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
                 return f"{load_block(pointer, 'h', leaf.axes, order)}.to(tl.float32)"
@@ -192,6 +198,10 @@ class KernelWriter:
                 return load_block(self.found(leaf), "slot", leaf.axes, leaf.axes)
             case role:
                 raise AssertionError(role)
+
+    def before(self, name: str, value: str, leaf: str) -> str:
+        """The pointer to an array of what tensors are before the units."""
+        return self.text.pointer(name, value, self.dtype(self.sources[leaf]))
 
     def state(self, kind: str, leaf: Node) -> str:
         """The pointer to the array of states at the starts, the units or the ends."""
@@ -260,7 +270,7 @@ class KernelWriter:
             match leaf.role:
                 case "param":
                     before.append(self.load(leaf))
-                case "token" | "cot":
+                case "token" | "before" | "cot":
                     each.append(self.load(leaf))
                 case "live" | "last":
                     self.printer.text[leaf] = leaf.role
@@ -357,6 +367,8 @@ class KernelWriter:
         text = self.printer.sanitized(value) if value.axes else self.printer.text[value]
         if name == "y":
             return [store_token(self.text.pointer("y", "y", "input"), value.axes, self.shapes["y"], text)]
+        if name in self.sources:
+            return [store_saved(self.before(f"d_{name}", f'd_x["{name}"]', name), value.axes, text)]
         param = any(t.keyword == name and t.kind == "param" for t in self.spec.tensors)
         pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32" if param else self.dtype(name))
         if param:
@@ -399,9 +411,22 @@ def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
 
 def printer_of(program: Program, spec: LayerSpec, weight: Weight, wide: Container[Node] = ()) -> TritonPrinter:
     taken = {*LOCALS, *keyword.kwlist, *(f"fresh_{p.optimizer.batch}" for p in spec.passes)}
-    for d in spec.dims:
+    for d in (*spec.dims, PAST):
         taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
     return TritonPrinter(program.builder, Names(taken), program.unit, weight, wide)
+
+
+def turned(kernel: Kernel) -> set[Node]:
+    """Products that a kernel takes transposed, and no other way: all at once, not block by block."""
+    found = set()
+    for n, users in kernel.users.items():
+        if is_matmul(n) and len(users) == 1 and n not in kernel.given and n not in kernel.roots:
+            (user,) = users
+            source, target = map(str, user.attr) if user.op == "rename" else ("", "")
+            moved = tuple(target if x == source else x for x in n.axes)
+            if user.op == "rename" and moved != user.axes and kernel.inner not in n.reduced:
+                found.add(n)
+    return found
 
 
 def write_kernel(
@@ -423,6 +448,7 @@ def write_kernel(
         text.signature = _signature(kernel, text.way, rounded)
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
         printer.ordering = ordering
+        printer.turned = turned(kernel)
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
         if kernel.kind == "scan":
             _write_scan(kernel, writer)
