@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,16 @@ from test_differentiate import LAYERS, SIZES, forms
 from ttmdsl import staging
 from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable
+from ttmdsl.ir import PAST, Node, Program, is_matmul, is_product, original, reachable
 from ttmdsl.kernels import Kernel
+from ttmdsl.loader import read
 from ttmdsl.lower import Form
+from ttmdsl.options import Options
+from ttmdsl.pipeline import run
 from ttmdsl.plan import Plan, free_axis, plan, split, steep
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, spilled_at_128, staged
-from ttmdsl.write_kernel import saved_name
+from ttmdsl.write_kernel import saved_name, turned
 
 
 def plans() -> list[tuple[str, Form, Plan]]:
@@ -329,3 +334,30 @@ def test_weights_and_sums_over_tokens_are_found_in_the_kernel_before_a_scan_wher
     (scores,), _ = scan_takes("delta_net")
     assert scores.op == "mask"
     assert not any(k.kind == "map" for k in plan("chunk", forms("mamba2", {})["chunk"]).forward)
+
+
+def test_weights_of_tokens_alone_are_found_ahead_of_a_scan_whose_writes_are_free_of_it() -> None:
+    """A window's: all that the scan would take is as large as an input, or a state, and stays there."""
+    for kind, form in forms("swla", {}).items():
+        if kind != "token":
+            before, *_ = plan(kind, form).forward
+            assert before.kind == "map"
+            assert {n.axes for n in before.saves} == {("t", "s"), (PAST, "t")}
+    for name in ("retnet", "mamba2", "linear_attention"):  # one product for weights
+        assert [k.kind for k in plan("chunk", forms(name, {})["chunk"]).forward] == ["scan"]
+
+
+@pytest.mark.parametrize(("name", "consts"), [("titans_linear", {"b": 64}), ("omega_linear", {"b": 64})])
+def test_a_product_that_is_wanted_transposed_is_found_so(name: str, consts: dict[str, float]) -> None:
+    found = plan("chunk", forms(name, consts)["chunk"])
+    wanted = [n for k in found.kernels() for n in turned(k)]
+    assert wanted
+    for k in found.kernels():
+        for n in turned(k):
+            (user,) = k.users[n]
+            assert user.op == "rename"
+            assert set(user.axes[:1]) != {n.axes[0]}
+    text, _ = read(name)
+    source = run(text, "", consts, Options(cache=Path()), after="emit").done["emit"]
+    products = set(re.findall(r"(\w+) = _tile_dot", source))
+    assert not [x for x in re.findall(r"tl\.trans\((\w+)\)", source) if x in products and x.startswith("dot")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable
+from dataclasses import replace
 
 from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, is_large, is_matmul, is_product, nearest, reachable, users
 from ttmdsl.kernels import Kernel
@@ -55,6 +56,14 @@ def weighs(free: Kernel) -> bool:
     """Whether several products go to weights of tokens, and to nothing as large as an input: what each block of a
     scan's grid would compute again, in the chain of its units."""
     return sum(map(is_product, free.nodes)) > 1 and all(set(n.axes) <= set(TOKEN_AXES) for n in free.saves)
+
+
+def weights_alone(free: Kernel) -> Kernel | None:
+    """Of what is free of the carry, tiles of weights of tokens alone, if they take several products."""
+    tiles = {n for n in free.nodes if len(n.axes) == 2 and set(n.axes) <= set(TOKEN_AXES)}
+    saves = tuple(n for n in free.nodes if n in tiles and not tiles.issuperset(free.users[n]))
+    found = replace(free, saves=saves)
+    return found if weighs(found) else None
 
 
 def scaled(node: Node, given: Container[Node] = ()) -> bool:

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ttmdsl.ahead import needs_dear, prologue, scaled, weighs, worth_saving
+from ttmdsl.ahead import needs_dear, prologue, scaled, weighs, weights_alone, worth_saving
 from ttmdsl.associate import associated
 from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.gather import gathered
@@ -132,7 +132,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     chained = tied(form.forward, "carry")
     before = prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
     if before and not (needs_dear(ends, chained, ()) or weighs(before)):
-        before = None
+        before = weights_alone(before)
     saved = before.saves if before else ()
     passed = _passed(_scans(scan, saved, weight))
     ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
