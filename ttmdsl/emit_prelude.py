@@ -21,11 +21,11 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
     """The section's source text; its surroundings import torch."""
     if prelude.empty:
         return ""
-    nodes = [n for _, e in prelude.values for n in walk(e)]
+    nodes = [n for _, e in (*prelude.values, *prelude.weights) for n in walk(e)]
     stepped = [t.keyword for t in spec.tensors if t.kind != "param" and _stepped(t, prelude)]
     bands = prelude.bands
     taken = bands.tensors if bands else prelude.tensors
-    shared = _Values(spec, prelude, [v for v in prelude.values if v[0] in taken or not bands])
+    shared = _Values(spec, prelude, [v for v in prelude.values if v[0] in taken or not bands], prelude.weights)
     rest = _Values(spec, prelude, [v for v in prelude.values if v not in shared.made])
     before = bands.before if bands else ()
     return render(
@@ -37,8 +37,10 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
         stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if _stepped(t, prelude))],
         marks=[t.name for t in prelude.tensors if t.name in (FIRST, LAST)],
         firsts=[(made.keyword, t.keyword, t.kind == "param") for made, t in prelude.firsts],
-        values=[*shared.each(), *rest.each()],
-        groups=[(values, pad) for values, pad in ((shared, "    "), (rest, "        ")) if values.made],
+        values=[*shared.each(), *rest.each(), *shared.of_windows()],
+        groups=[
+            (values, pad) for values, pad in ((shared, "    "), (rest, "        ")) if values.made or values.weights
+        ],
         bands=bands,
         chunks_take=[*(t.keyword for t in taken), *map(kept_name, before)],
         before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],
@@ -63,19 +65,28 @@ def _stepped(tensor: s.Tensor, prelude: Prelude) -> bool:
 
 @dataclass(frozen=True)
 class _Values:
-    """Tensors that are made of others, and by what."""
+    """Tensors that are made of others, and by what; those that are weights of windows all at once."""
 
     spec: s.LayerSpec
     prelude: Prelude
     made: list[tuple[s.Tensor, s.Expr]]
+    weights: tuple[tuple[tuple[s.Tensor, ...], s.Expr], ...] = ()
 
     def each(self) -> list[dict[str, object]]:
         """What the template needs to make each of them."""
         return [_value(self.spec, tensor, e) for tensor, e in self.made]
 
+    def of_windows(self) -> list[dict[str, object]]:
+        """The same for weights of windows: `keywords` from that of the token the longest time ago on."""
+        found = []
+        for tensors, e in self.weights:
+            whole = s.Tensor(f"{tensors[0].name[:-1]}s", tensors[0].kind, e.shape)
+            found.append(_value(self.spec, whole, e) | {"keywords": [t.keyword for t in reversed(tensors)]})
+        return found
+
     def sources(self) -> list[dict[str, object]]:
         """What they are made of, and what their code asks for sizes."""
-        nodes = [n for _, e in self.made for n in walk(e)]
+        nodes = [n for _, e in (*self.made, *self.weights) for n in walk(e)]
         names = {n.name for n in nodes if isinstance(n, s.Ref)}
         sizes = {n.dim for n in nodes if isinstance(n, s.Size)}
         names |= {next((t.name for t in self.spec.tensors if dim in t.shape), "") for dim in sizes}

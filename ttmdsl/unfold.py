@@ -61,8 +61,9 @@ class Prelude:
 
     past: a made tensor, the declared one, by how many tokens. seen: the delays that weights ask about. With `steps` > 1
     every token becomes that many, tensors with `step_dim` first being dealt out to them; `firsts` are decays that are 1
-    but at a token's first step. values: expressions of declared tensors, pasts and `seen`. bands: what chunks take, if
-    it is something else.
+    but at a token's first step. values: expressions of declared tensors, pasts and `seen`. weights: of windows, by how
+    many tokens ago, and the expression of all of them, the current token's last; zero where there is no such token.
+    bands: what chunks take, if it is something else.
     """
 
     tensors: tuple[Tensor, ...]
@@ -73,6 +74,7 @@ class Prelude:
     step_dim: str = ""
     firsts: tuple[tuple[Tensor, Tensor], ...] = ()
     values: tuple[tuple[Tensor, Expr], ...] = ()
+    weights: tuple[tuple[tuple[Tensor, ...], Expr], ...] = ()
     bands: Bands | None = None
 
     @property
@@ -155,6 +157,7 @@ class _Made:
     seen: set[int] = field(default_factory=set)
     firsts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     values: dict[Expr, Tensor] = field(default_factory=dict)
+    weights: dict[Expr, tuple[Tensor, ...]] = field(default_factory=dict)
     marks: set[str] = field(default_factory=set)
 
     @property
@@ -171,7 +174,8 @@ class _Made:
         marks = [_gate(name, ()) for name in sorted(self.marks)]
         seen = [_gate(_seen(by), ()) for by in sorted(self.seen)]
         firsts = [made for made, _ in self.firsts.values()]
-        tensors = (*declared, *self.past.values(), *seen, *marks, *firsts, *self.values.values())
+        weights = (t for tensors in self.weights.values() for t in tensors)
+        tensors = (*declared, *self.past.values(), *seen, *marks, *firsts, *self.values.values(), *weights)
         return Prelude(
             tensors=tensors,
             history=history(self.spec),
@@ -181,6 +185,7 @@ class _Made:
             step_dim=self.step_dim,
             firsts=tuple(self.firsts.values()),
             values=tuple((made, e) for e, made in self.values.items()),
+            weights=tuple((made, e) for e, made in self.weights.items()),
         )
 
     def _at_step(self, tensor: Tensor) -> Shape:
@@ -296,11 +301,15 @@ class _Made:
         window = p.window
         if window is None or (window.weight is None and not ago):
             return ONE
-        seen = self._seen(ago) if ago else ONE
         if window.weight is None:
-            return seen
-        weight = Component(self.plain(window.weight, 0), window.size - 1 - ago)
-        return self._value(weight if seen == ONE else Binary("mul", weight, seen, ()), f"{p.name}__weight{ago}")
+            return self._seen(ago)
+        weight = self.plain(window.weight, 0)
+        if window.size == 1:
+            return self._value(Component(weight, 0), f"{p.name}__weight")
+        if weight not in self.weights:
+            kind = self._kind(weight)
+            self.weights[weight] = tuple(Tensor(f"{p.name}__weight{i}", kind, ()) for i in range(window.size))
+        return Ref(self.weights[weight][ago].name, self._kind(weight), ())
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
