@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ttmdsl import tuning
@@ -40,6 +40,8 @@ def values(draw: st.DrawFn) -> tuple[list[Node], list[Node]]:
     return leaves, made
 
 
+# a draw takes no time, but for that of other processes
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(values(), st.integers(0, ORDERS))
 def test_every_order_has_each_value_once_and_after_what_it_takes(drawn: tuple[list[Node], list[Node]], n: int) -> None:
     leaves, made = drawn
