@@ -335,6 +335,7 @@ NO_BANDS = {
         {},
     ),
     "a decay per channel": (SWLA.replace("alpha: decay", "alpha[d_k]: decay").replace("alpha * S", "S * alpha"), {}),
+    "a rate per channel": (OMEGA.replace("eta: unit", "eta[d_v]: unit"), {"b": 4}),
     "several steps for a token": (OMEGA.replace("batch = b", "batch = b, steps = 2"), {"b": 4}),
 }
 
@@ -346,6 +347,12 @@ def test_other_windows_are_sums_over_delayed_tensors(why: str) -> None:
     assert found.chunk is not None
     assert found.bands is None
     assert not any(n.role == "before" for n in found.chunk.forward.leaves())
+
+
+def test_a_window_over_a_rate_per_channel_compiles() -> None:
+    module = ttmdsl.compile(NO_BANDS["a rate per channel"][0], b=4)
+    rows = parity(module, dtypes=(torch.float64,), shapes=[Shape("", tokens=11, dims=(4, 3))], backends=("torch",))
+    assert [f"{row.quantity} {row.error:.1e}" for row in rows if not row.ok] == []
 
 
 def test_a_momentum_and_a_deep_memory_have_bands_too() -> None:

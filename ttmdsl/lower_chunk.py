@@ -149,8 +149,8 @@ class _PassLowering:
         b, delays = self.lower.b, self.derived.delays
         if not delays:
             return self._steps(memories, env, b.neg(rate))
-        if any(memory.channel for memory in memories.values()):
-            raise NotChunkable("a window over a decay per channel has no one weight for each token")
+        if set(rate.axes) - {"t"} or any(memory.channel for memory in memories.values()):
+            raise NotChunkable("a window over a rate or a decay per channel has no one weight for each token")
         weights = [self.lower.vector(e, env) for e in delays]
         live = b.rename(b.leaf("live", "live", ("t",)), "t", "s")
         one = b.const(1.0)
