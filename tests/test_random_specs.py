@@ -149,6 +149,17 @@ FOUND = {
       optimizer momentum(decay = 0.5, rate = eta, batch = 5)
       read S^T @ power(q, 2)
     }""",
+    "columns of powers, whose gradient passes through a product of three axes": """layer Drawn {
+      dim d_k, d_v
+      input q[d_k], v[d_v], k[d_k]
+      gate alpha: decay, eta: positive
+      fn unit(s)[i] = s[i] / sqrt(sum(j, s[j]^2) + 0.01)
+      memory S[d_v, d_k^2]
+      bias window(2) of 1/4 * |sigmoid(columns(unit, S) @ power(k, 2)) - v|_4^4
+      retention alpha * S
+      optimizer gd(rate = eta / (1 + <k, k>), batch = 2)
+      read sigmoid(S @ power(q, 2))
+    }""",
     "momenta of a memory that keeps all, in groups": """layer Drawn {
       dim d_k, d_v
       input q[d_k], k[d_k], v[d_v]

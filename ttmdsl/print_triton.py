@@ -63,9 +63,9 @@ class TritonPrinter(Printer):
             return n in self.loads and n not in self.text
 
         rest = [n for n in nodes if not loaded(n)]
-        place: dict[Node, int] = {}  # what has none follows the last of its operands
+        place: dict[Node, int] = {}  # none comes before an operand, which has no place of its own if it is no tile
         for n in rest:
-            place[n] = self.place.get(n, max((place.get(a, -1) for a in self.operands(n)), default=-1))
+            place[n] = max(self.place.get(n, -1), *(place.get(a, -1) for a in self.operands(n)), -1)
         rest.sort(key=place.__getitem__)
         computed = order_by(self.ordering, rest, kept, self.operands, self.weight, loaded)
         # a root may be loaded, too, and no operand of anything
