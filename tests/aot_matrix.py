@@ -54,7 +54,7 @@ def compile_matrix(
     if packages:
         environment["PYTHONPATH"] = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "ttmdsl", "aot", *variants, "--heads", ",".join(map(str, heads))]
-    command += ["--targets", ",".join(TARGETS), "--jobs", str(jobs), "--json"]
+    command += ["--targets", ",".join(TARGETS), "--jobs", str(jobs), "--op-only", "--json"]
     rows: list[dict[str, Any]] = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE).stdout)
     return rows
 

@@ -38,12 +38,13 @@ MUON = """layer Muon {
 }"""
 
 
-def run(variant: str, heads: str, targets: str, packages: Path | None = None) -> list[dict[str, Any]]:
+def run(variant: str, heads: str, targets: str, packages: Path | None = None, *options: str) -> list[dict[str, Any]]:
     """Compiles in a process of its own, as the command line does; `packages` is where its Triton is."""
     paths = [str(packages)] if packages else []
     paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(CACHE)}
     command = [sys.executable, "-m", "ttmdsl", "aot", variant, "--heads", heads, "--targets", targets, "--json"]
+    command += options or ["--op-only"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout, done.stderr[-2000:]
     rows: list[dict[str, Any]] = json.loads(done.stdout)
@@ -78,6 +79,16 @@ def old_triton() -> Path:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_triton_36(variant: str, record_property: Any, old_triton: Path) -> None:
     judge(run(variant, "64", "sm_80,sm_90", old_triton), record_property, OLD)
+
+
+@pytest.mark.slow
+def test_what_is_around_op_has_room(old_triton: Path) -> None:
+    """The same in every layer, so of one alone."""
+    for packages in (None, old_triton):
+        rows = run("linear_attention", "60,128", "sm_80,sm_90", packages, "--dtype=bfloat16")
+        around = [row for row in rows if row["kernel"].startswith("_layer_")]
+        assert len(around) == 5 * 4
+        assert not any(row["error"] or row["stack"] > 64 for row in around)
 
 
 @pytest.mark.slow

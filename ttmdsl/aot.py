@@ -34,13 +34,14 @@ POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All kernels of one variant of a layer, at one head size, for one target."""
+    """All kernels of one variant of a layer, at one head size, for one target; those `around` `op` in `Layer`, too."""
 
     variant: str
     head: int
     target: str
     dtype: str
     consts: tuple[tuple[str, float], ...] = ()
+    around: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,10 @@ def compile_all(
     consts: Mapping[str, float] | None = None,
     processes: int = 1,
     done: Callable[[int, int], None] = lambda finished, total: None,
+    around: bool = True,
 ) -> list[Resources]:
-    """Compiles every kernel of every variant, head size and target; `done` hears of the progress."""
+    """Compiles every kernel of every variant, head size and target, if asked for those `around` `op` in `Layer`, too;
+    `done` hears of the progress."""
     variants, targets = list(variants), list(targets)
     for variant in variants:
         parse_variant(variant)
@@ -103,7 +106,7 @@ def compile_all(
         capability(target)
     given = tuple(sorted((consts or {}).items()))
     largest_first = sorted(heads, reverse=True)  # they take longest
-    jobs = [Job(v, h, t, dtype, given) for h in largest_first for v in variants for t in targets]
+    jobs = [Job(v, h, t, dtype, given, around) for h in largest_first for v in variants for t in targets]
     found: dict[Job, list[Resources]] = {}
     for job, rows in _in_processes(jobs, processes):
         found[job] = rows
@@ -157,24 +160,29 @@ def compile_kernels(job: Job) -> list[Resources]:
     module = load(name, **(dict(job.consts) | consts))
     sizes = sizes_of(module, (job.head,))
     found = (value for value in vars(module).values() if isinstance(value, module._Kernel))
-    kernels = {kernel.name: kernel.jit for kernel in found if kernel.name.endswith("_kernel")}
+    kernels = [
+        k for k in found if k.name.endswith("_kernel") and (job.around or not isinstance(k, module._LayerKernel))
+    ]
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
-    return [_compile(job, module, name, kernel, sizes) for name, kernel in kernels.items()]
+    return [_compile(job, module, kernel, sizes) for kernel in kernels]
 
 
-def _compile(job: Job, module: Any, name: str, kernel: Any, sizes: dict[str, int]) -> Resources:
+def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int]) -> Resources:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype), capability(job.target))
+    name, kernel = of.name, of.jit
+    if isinstance(of, module._LayerKernel):
+        pointers, constants, options = of.ahead(job.head)
+    else:
+        pointers = module.KERNEL_POINTERS[name]
+        constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype), capability(job.target))
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
-        argument: "constexpr"
-        if argument in constants
-        else _pointer(module.KERNEL_POINTERS[name].get(argument), job.dtype)
+        argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype)
         for argument in kernel.arg_names
     }
     # as a launch with torch's tensors would find: their addresses are multiples of 16

@@ -33,7 +33,7 @@ _WIDTH = 120
 # What a spec's names cannot be beside those that `names` refuses: an axis, an entry of the state, and what the
 # templates use where a name of the spec is in reach.
 _TAKEN = frozenset(["N", "position", "tokens", "F", "State", "conv_size", "norm_eps"])
-_SQUASH = {"decay": "F.logsigmoid", "unit": "torch.sigmoid", "positive": "F.softplus", "real": ""}
+_SQUASH = {"decay": "logsigmoid", "unit": "sigmoid", "positive": "softplus", "real": ""}
 _AVERAGES = ("normalized", "softmax")  # functions of a read whose result is an average over what is held
 _NOTES = {
     "decay": "logarithm of a decay in (0, 1], so at most 0",
@@ -153,23 +153,19 @@ class _Tensor:
     role_title: str
     sizes: list[str]
     start: float
-    squash: str
+    activation: str
 
     @property
     def size(self) -> str:
         return _product(self.sizes)
 
     @property
-    def axes(self) -> str:
-        return literal(self.shape)
-
-    @property
     def convolved(self) -> bool:
         return self.role in ("key", "score", "selector")
 
-    def squashed(self, value: str) -> str:
-        """The value mapped into the declared range."""
-        return f"{self.squash}({value})" if self.squash else value
+    @property
+    def of_unit_length(self) -> bool:
+        return self.role in ("key", "unit")
 
 
 def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
@@ -179,7 +175,7 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     momentum = any(t.name in _names(spec, p.optimizer.decay) for p in spec.passes)
     weighed = [p.window.size for p in spec.passes if p.window and t.name in _names(spec, p.window.weight)]
     bounded = t.range == "real" and t.kind == "gate" and (rate or weighed)
-    squash = "torch.sigmoid" if bounded else _SQUASH[t.range]
+    squash = "sigmoid" if bounded else _SQUASH[t.range]
     title = {
         "key": "projection, short convolution with SiLU, unit length",
         "score": "projection, short convolution with SiLU",
@@ -203,7 +199,8 @@ def _tensor(spec: LayerSpec, t: Tensor) -> _Tensor:
     else:
         start = {"positive": math.log(math.expm1(1)), "real": 0.0 if t.kind == "gate" else 1.0}.get(t.range, 0.0)
     sizes = [_size(spec, axis) for axis in t.shape]
-    return _Tensor(t.keyword, t.kind, t.shape, t.range, role, title, sizes, round(start, 2) + 0.0, squash)
+    activation = "silu" if role in ("key", "score") else "" if t.kind == "input" else squash
+    return _Tensor(t.keyword, t.kind, t.shape, t.range, role, title, sizes, round(start, 2) + 0.0, activation)
 
 
 def _role(spec: LayerSpec, t: Tensor) -> str:
