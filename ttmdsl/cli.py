@@ -275,6 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--budget", type=float, default=540, metavar="SECONDS", help="no new candidate after (default 540)"
     )
+    told = "the orders in which kernels compute their values alone, launched as tables have them"
+    tune.add_argument("--orders", action="store_true", help=told)
     jobs = max(2, min(12, os.cpu_count() or 4))  # Triton compiles on one core a process, or little more
     told = f"processes that compile and check (default {jobs} here: the cores, 12 at most)"
     tune.add_argument("--jobs", type=int, default=jobs, metavar="N", help=told)

@@ -92,6 +92,7 @@ def tune_command(arguments: argparse.Namespace) -> int:
     path = arguments.output or Options.from_environment().tuned[-1] / f"{target}.json"
     chosen = [replace(case, backend="triton") for case in cases(arguments, "cuda")]
     with GpuLab(arguments.jobs) as lab:
-        found = tune(chosen, target, path, Settings(arguments.budget), lab, lambda text: print(text, flush=True))
+        settings = Settings(arguments.budget, orders=arguments.orders)
+        found = tune(chosen, target, path, settings, lab, lambda text: print(text, flush=True))
     print(f"{path}: {len(found.kernels)} kernels, {len(found.chunks)} forms, {len(found.excluded)} excluded")
     return 0
