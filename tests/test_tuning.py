@@ -95,7 +95,9 @@ def test_the_shipped_tables_hold() -> None:
     assert all(path.name == f"{read(path).target}.json" for path in files([SHIPPED]))
 
 
-MEASURED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa abc ttt_mlp omega_net".split()
+MEASURED = (
+    "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa abc swla ttt_mlp omega_net".split()
+)
 IN_GROUPS = "trellis titans_linear omega_linear titans".split()
 TOKEN_BY_TOKEN = ("lattice_dec", "lattice_sim")
 

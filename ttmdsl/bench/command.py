@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from ttmdsl import tuning
 from ttmdsl.aot import parse_variant
 from ttmdsl.bench import report
 from ttmdsl.bench.clock import clock_for
@@ -79,6 +81,12 @@ def bench_command(arguments: argparse.Namespace) -> int:
     return int(any(row.failed for row in new if row.who.startswith("ttmdsl")))
 
 
+def _known(target: str, folders: Sequence[Path], path: Path) -> tuning.Table:
+    """All tables of this GPU together, that of the path last."""
+    found = tuning.read_all(folders).by_capability.get(int(target.removeprefix("sm_")), tuning.Table(target))
+    return found.merge(tuning.read(path)) if path.exists() else found
+
+
 def tune_command(arguments: argparse.Namespace) -> int:
     """Measures candidates on this GPU and extends a table."""
     from ttmdsl.bench.lab import GpuLab
@@ -89,10 +97,11 @@ def tune_command(arguments: argparse.Namespace) -> int:
         raise LoadError("tune: launch configurations can only be measured on a GPU, and there is none here")
     major, minor = torch.cuda.get_device_capability()
     target = f"sm_{major}{minor}"
-    path = arguments.output or Options.from_environment().tuned[-1] / f"{target}.json"
+    folders = Options.from_environment().tuned
+    path = arguments.output or folders[-1] / f"{target}.json"
     chosen = [replace(case, backend="triton") for case in cases(arguments, "cuda")]
     with GpuLab(arguments.jobs) as lab:
-        settings = Settings(arguments.budget, orders=arguments.orders)
+        settings = Settings(arguments.budget, known=_known(target, folders, path) if arguments.orders else None)
         found = tune(chosen, target, path, settings, lab, lambda text: print(text, flush=True))
     print(f"{path}: {len(found.kernels)} kernels, {len(found.chunks)} forms, {len(found.excluded)} excluded")
     return 0

@@ -250,11 +250,8 @@ def facts(trial: Trial) -> Facts:
             if name in places:
                 kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k)))
                 constants, options = module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
-                config = {key: int(value) for key, value in options.items() if key in CONFIG}
-                if config.get("maxnreg") == 255:  # all registers that there are, as for a configuration that says nothing
-                    del config["maxnreg"]
-                if constants.get("ORDER"):
-                    config["order"] = int(constants["ORDER"])
+                # the rules let a thread have all registers that there are, as does a configuration that says nothing
+                config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
                 if kernel in module.KERNEL_BLOCKS:
                     config["block"] = int(constants[module.KERNEL_BLOCKS[kernel]])
                 kernels[name] = entry(name, signature, config)

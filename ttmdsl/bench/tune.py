@@ -33,13 +33,13 @@ Times = Mapping[str, float]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`budget`: seconds after which nothing new is begun. `margin`: what a configuration must gain over the rules' own.
-    `negligible`: the share of a pass below which a kernel stays with the rules. `orders`: those of values alone, of
-    kernels and forms as tables have them."""
+    `negligible`: the share of a pass below which a kernel stays with the rules. `known`: a table of launches, to which
+    orders of values alone are added; kernels that it does not have are launched by the rules."""
 
     budget: float = 540.0
     margin: float = 0.02
     negligible: float = 0.02
-    orders: bool = False
+    known: Table | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def tune(
     for case in cases:
         head = f"{case.layer} {','.join(map(str, case.shape))}"
         try:
-            for what, part in _tuned(case, table, settings, lab, lambda: now() > end):
+            for what, part in _tuned(case, target, settings, lab, lambda: now() > end):
                 say(f"{head} {what}")
                 table = table.merge(part)
                 _write(path, table)
@@ -122,17 +122,20 @@ def _write(path: Path, table: Table) -> None:
 
 
 def _tuned(
-    case: Case, table: Table, settings: Settings, lab: Lab, late: Callable[[], bool]
+    case: Case, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
 ) -> Iterator[tuple[str, Table]]:
-    """What was found out about each form and kernel of a case, as soon as it was; `table` is what was known before."""
+    """What was found out about each form and kernel of a case, as soon as it was."""
     if late():
         raise RuntimeError("no time left")
     plain = Trial(case)
     wrong = lab.check([plain])[0].wrong
     if wrong:
         raise RuntimeError(f"by the rules: {wrong}")
-    tuned = yield from _kernels(plain, table, settings, lab, late)
-    for name, entry in lab.facts(plain).forms.items() if not settings.orders else ():
+    if settings.known:
+        yield from _orders(*_launched(plain, settings.known, settings, lab), target, settings, lab, late)
+        return
+    tuned = yield from _kernels(plain, target, settings, lab, late)
+    for name, entry in lab.facts(plain).forms.items():
         wrong = lab.check([tuned])[0].wrong
         if wrong:
             raise RuntimeError(f"its kernels as tuned, together: {wrong}")
@@ -140,42 +143,64 @@ def _tuned(
         lengths = _others(entry, [{"chunk": n} for n in (32, 64, 128)])
         measured = _measured(plain, {name: lengths}, lab, late)[name]
         chosen, excluded = _best(entry, default, lengths, measured, settings)
-        yield f"{name}: {_line(chosen[0])}", Table(table.target, chunks=chosen, excluded=excluded)
+        yield f"{name}: {_line(chosen[0])}", Table(target, chunks=chosen, excluded=excluded)
         if chosen[0].config != entry.config:
-            tuned = yield from _kernels(Trial(case, {name: chosen[0].config}), table, settings, lab, late)
+            tuned = yield from _kernels(Trial(case, {name: chosen[0].config}), target, settings, lab, late)
 
 
 def _kernels(
-    plain: Trial, table: Table, settings: Settings, lab: Lab, late: Callable[[], bool]
+    plain: Trial, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
 ) -> Generator[tuple[str, Table], None, Trial]:
     """What was found out about each kernel of a trial, the longest first, and then about the orders in which it may
-    compute its values; returns the trial with all of them as they are fastest. Those that run beside one another are
-    left to the rules: what one takes is not what both do."""
+    compute its values; returns the trial with all of them as they are fastest."""
     base, facts = lab.times(plain), lab.facts(plain)
-    kernels = facts.kernels
-    alone = [name for name, entry in kernels.items() if entry.kernel.split()[1] not in ("segment", "piece")]
-    long = [name for name in alone if base.get(name, 0.0) > settings.negligible * sum(base.values())]
-    long.sort(key=lambda name: -base[name])
+    long = _long(base, facts, settings)
+    configs = {name: _others(facts.kernels[name], candidates(facts.kernels[name])) for name in long}
+    measured = _measured(plain, configs, lab, late)
     found: dict[str, list[Entry]] = {}
-    if settings.orders:
-        for name in long:
-            own = replace(kernels[name], us=_microseconds(base, name), default_us=_microseconds(base, name))
-            wide = [e for e in table.kernels if own.narrow and e.place == own.place and not e.narrow]
-            found[name] = [own, *wide]
-    else:
-        configs = {name: _others(kernels[name], candidates(kernels[name])) for name in long}
-        measured = _measured(plain, configs, lab, late)
-        for name in long:
-            if all(what is None for what in measured[name]):
-                continue
-            us = _microseconds(base, name)
-            found[name], excluded = _best(kernels[name], us, configs[name], measured[name], settings)
-            yield f"{name}: {_line(found[name][0])}", Table(table.target, kernels=found[name], excluded=excluded)
+    for name in long:
+        if all(what is None for what in measured[name]):
+            continue
+        entry, default = facts.kernels[name], _microseconds(base, name)
+        found[name], excluded = _best(entry, default, configs[name], measured[name], settings)
+        yield f"{name}: {_line(found[name][0])}", Table(target, kernels=found[name], excluded=excluded)
     tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in found.items()}})
+    ordered = {name: chosen for name, chosen in found.items() if name in facts.ordered}
+    return (yield from _orders(tuned, ordered, target, settings, lab, late))
+
+
+def _launched(plain: Trial, known: Table, settings: Settings, lab: Lab) -> tuple[Trial, dict[str, list[Entry]]]:
+    """The trial as a table has it, and what that has of each kernel with several orders, as measured here."""
+    facts = lab.facts(plain)
+    entries: dict[str, list[Entry]] = {}
+    for name, own in facts.kernels.items():
+        there = [e for e in known.kernels if e.place == own.place and (e.triton == own.triton or not e.narrow)]
+        entries[name] = sorted(there, key=lambda e: e.us) or [own]
+    tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in entries.items()}})
+    wrong = lab.check([tuned])[0].wrong
+    if wrong:
+        raise RuntimeError(f"as the table has it: {wrong}")
+    base, found = lab.times(tuned), {}
+    for name in _long(base, facts, settings):
+        if name in facts.ordered:
+            us, (first, *others) = _microseconds(base, name), entries[name]
+            found[name] = [replace(first, us=us, default_us=first.default_us or us), *others]
+    return tuned, found
+
+
+def _orders(
+    tuned: Trial,
+    found: Mapping[str, list[Entry]],
+    target: str,
+    settings: Settings,
+    lab: Lab,
+    late: Callable[[], bool],
+) -> Generator[tuple[str, Table], None, Trial]:
+    """What was found out about the orders in which kernels may compute their values, launched as they are; returns the
+    trial with all of them as they are fastest."""
     orders = {
         name: _others(chosen[0], [{**chosen[0].config, "order": n} for n in CONFIG["order"]])
         for name, chosen in found.items()
-        if name in facts.ordered
     }
     best: dict[str, Config] = {}
     for name, times in _measured(tuned, orders, lab, late).items():
@@ -184,10 +209,18 @@ def _kernels(
         best[name] = fastest.config
         if fastest.config != first.config or excluded:
             kept = [replace(fastest, default_us=first.default_us), *others]
-            yield f"{name}: {_line(kept[0])}", Table(table.target, kernels=kept, excluded=excluded)
+            yield f"{name}: {_line(kept[0])}", Table(target, kernels=kept, excluded=excluded)
     if late():
         raise RuntimeError("no time left")
     return Trial(tuned.case, {**tuned.forced, **best})
+
+
+def _long(base: Times, facts: Facts, settings: Settings) -> list[str]:
+    """Kernels that take time, the longest first; those that run beside one another are left to the rules: what one
+    takes is not what both do."""
+    alone = [name for name, entry in facts.kernels.items() if entry.kernel.split()[1] not in ("segment", "piece")]
+    long = [name for name in alone if base.get(name, 0.0) > settings.negligible * sum(base.values())]
+    return sorted(long, key=lambda name: -base[name])
 
 
 def candidates(entry: Entry) -> list[Config]:
