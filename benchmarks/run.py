@@ -41,6 +41,7 @@ SHAPES: tuple[Shape, ...] = (FIRST, LARGE, LONG, (32, 512, 8, 64), (2, 4096, 32,
 SHORT = (64, 256, 16, 64)  # as many tokens as FIRST, in sequences whose units torch.compile unrolls in time
 LENGTHS: tuple[Shape, ...] = ((8, 512, 16, 64), (8, 1024, 16, 64), (8, 4096, 16, 64), (8, 8192, 16, 64))
 PEERED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa".split()
+BLOCKS = "delta_net gated_delta_net gla".split()
 EXACT = "lattice_dec"
 OWN = [
     "lattice_dec:b=64",
@@ -70,6 +71,7 @@ PARTS = (
     Part("own", OWN, (FIRST, LARGE), ["--no-peers"]),
     Part("deep", DEEP, (SHORT,), ["--no-peers", "--compiled"], ("ttmdsl triton", "torch.compile"), 200),
     Part("titans", ["titans:b=64"], (FIRST, LARGE), (), ("ttmdsl triton", "ttmdsl Layer", "titans-pytorch")),
+    Part("blocks", BLOCKS, (FIRST, LARGE), ["--insist", "--brief"], ("ttmdsl Layer", "fla Layer")),
     Part("lengths", ["mamba2", "gated_delta_net"], LENGTHS, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     # where the time goes, kernel by kernel: asked for by name, into a file of its own
     Part("kernels", [*PEERED, *OWN], (FIRST, LARGE), ["--no-peers", "--no-step", "--kernels"]),
@@ -158,6 +160,11 @@ def bars() -> Iterator[Bar]:
         for what in ("forward", "both"):
             place = (("titans:b=64", shape, "titans-pytorch", what), ("titans:b=64", shape, "ttmdsl Layer", what))
             yield Bar(f"titans-pytorch / ours, {shape} {what}", ratio(*place), 10.0)
+    for layer in BLOCKS:
+        for shape in (FIRST, LARGE):
+            for what in ("forward", "both", "graph_forward", "graph_both"):
+                place = ((layer, shape, "fla Layer", what), (layer, shape, "ttmdsl Layer", what))
+                yield Bar(f"fla Layer / ours, {layer} {shape} {what}", ratio(*place))
     for layer in PEERED:
         place = (layer, FIRST, triton)
         title = f"{layer}, decode step of 64 sequences, graph, over the floor"

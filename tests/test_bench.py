@@ -25,7 +25,7 @@ from ttmdsl.bench import report
 from ttmdsl.bench.clock import CpuClock, Work
 from ttmdsl.bench.first import cold_and_warm
 from ttmdsl.bench.measure import Row, Wanted, bench, moved, timed, verdict
-from ttmdsl.bench.peers import PEERS, Peer, peers_of
+from ttmdsl.bench.peers import PEERS, Block, Peer, peers_of
 from ttmdsl.bench.subjects import Case, Subject, block, initial_state, own, peer, tensors
 from ttmdsl.cli import main
 
@@ -350,6 +350,19 @@ def test_a_decode_step_of_a_peer_goes_on_from_a_state() -> None:
         {"q", "gk", "output_final_state", "initial_state"},
     ]
     assert calls[1]["initial_state"] == "the state"
+
+
+def test_a_block_of_a_peer_has_our_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: dict[str, dict[str, Any]] = {}
+    layers = ModuleType("fla.layers")
+    for name in ("DeltaNet", "GatedDeltaNet", "GatedLinearAttention"):
+        setattr(layers, name, lambda _name=name, **given: built.setdefault(_name, given))
+    monkeypatch.setitem(sys.modules, "fla.layers", layers)
+    blocks = [p for layer in ("delta_net", "gated_delta_net", "gla") for p in PEERS[layer] if isinstance(p, Block)]
+    for found in blocks:
+        found.build(4, 64, 1)
+    assert len(built) == 3
+    assert all(given.items() >= {"hidden_size": 256, "num_heads": 4, "expand_v": 1}.items() for given in built.values())
 
 
 def test_peers_that_are_not_installed() -> None:

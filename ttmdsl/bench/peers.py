@@ -2,7 +2,7 @@
 
 Input: a layer's name and `op`'s tensors. Output: the call that computes the same y by another package, where that is
 installed. A layer that is not named here has no peer; nothing else in this package goes by a layer's name. The calls
-follow fla-core 0.6.0 and titans-pytorch 0.5.5.
+follow fla-core 0.6.0, flash-linear-attention 0.6.0 (whose layers they are) and titans-pytorch 0.5.5.
 """
 
 from __future__ import annotations
@@ -60,9 +60,22 @@ class Block:
 
 
 def _fla(
-    name: str, arguments: Callable[[Tensors], dict[str, Any]], renamed: Mapping[str, str] | None = None
-) -> tuple[Peer, ...]:
-    return (Peer("fla", "fla.ops", f"chunk_{name}", f"fused_recurrent_{name}", arguments, renamed or {}),)
+    name: str,
+    arguments: Callable[[Tensors], dict[str, Any]],
+    renamed: Mapping[str, str] | None = None,
+    block: Block | None = None,
+) -> tuple[Peer | Block, ...]:
+    function = Peer("fla", "fla.ops", f"chunk_{name}", f"fused_recurrent_{name}", arguments, renamed or {})
+    return (function, block) if block else (function,)
+
+
+def _fla_block(name: str, options: Callable[[int], dict[str, Any]]) -> Block:
+    """One with heads of one size, short convolutions and an output gate, as `Layer` has them."""
+
+    def make(package: Any, heads: int, head: int, _: int) -> Any:
+        return getattr(package, name)(hidden_size=heads * head, num_heads=heads, expand_v=1, **options(head))
+
+    return Block("fla Layer", "fla.layers", make)
 
 
 def _qkv(x: Tensors) -> dict[str, Any]:
@@ -78,15 +91,28 @@ PEERS: dict[str, tuple[Peer | Block, ...]] = {
     "linear_attention": _fla("linear_attn", lambda x: _qkv(x) | {"normalize": False}),
     "retnet": _fla("simple_gla", lambda x: _qkv(x) | {"g_gamma": x["log_alpha"].detach()}),
     "mamba2": _fla("simple_gla", lambda x: _qkv(x) | {"g": x["log_alpha"]}),
-    "gla": _fla("gla", lambda x: _qkv(x) | {"g": x["log_alpha"]}, {"g": "gk"}),
+    "gla": _fla(
+        "gla",
+        lambda x: _qkv(x) | {"g": x["log_alpha"]},
+        {"g": "gk"},
+        _fla_block("GatedLinearAttention", lambda head: {"expand_k": 1, "use_short_conv": True}),
+    ),
     "hgrn2": _fla(
         "gla",
         lambda x: _qkv({**x, "k": (-torch.expm1(x["log_alpha"])).to(x["q"])}) | {"g": x["log_alpha"]},
         {"g": "gk"},
     ),
     "gsa": _fla("gsa", lambda x: _qkv(x) | {"s": (-torch.expm1(x["log_alpha"])).to(x["q"]), "g": x["log_alpha"]}),
-    "delta_net": _fla("delta_rule", lambda x: _qkv(x) | {"beta": x["beta"]}),
-    "gated_delta_net": _fla("gated_delta_rule", lambda x: _qkv(x) | {"g": x["log_alpha"], "beta": x["beta"]}),
+    "delta_net": _fla(
+        "delta_rule",
+        lambda x: _qkv(x) | {"beta": x["beta"]},
+        block=_fla_block("DeltaNet", lambda head: {"use_gate": True}),
+    ),
+    "gated_delta_net": _fla(
+        "gated_delta_rule",
+        lambda x: _qkv(x) | {"g": x["log_alpha"], "beta": x["beta"]},
+        block=_fla_block("GatedDeltaNet", lambda head: {"head_dim": head}),
+    ),
     "dplr": _fla("dplr_delta_rule", lambda x: _qkv(x) | {"a": x["a"], "b": x["b"], "gk": x["log_alpha"]}),
     "rwkv7": _fla("dplr_delta_rule", _rwkv7),
     "titans": (
@@ -103,7 +129,17 @@ PEERS: dict[str, tuple[Peer | Block, ...]] = {
 
 def peers_of(layer: str) -> list[Peer | Block]:
     """The peers of a shipped layer whose packages are installed."""
-    return [peer for peer in PEERS.get(layer, ()) if importlib.util.find_spec(peer.module.partition(".")[0])]
+    return [peer for peer in PEERS.get(layer, ()) if _installed(peer)]
+
+
+def _installed(peer: Peer | Block) -> bool:
+    found = importlib.util.find_spec(peer.module.partition(".")[0])
+    if found and isinstance(peer, Block):  # blocks may be in a package of their own
+        try:
+            found = importlib.util.find_spec(peer.module)
+        except ModuleNotFoundError:
+            found = None
+    return found is not None
 
 
 def insist() -> None:
