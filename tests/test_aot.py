@@ -1,7 +1,7 @@
 """Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
 
-What is covered in bfloat16, all kernels of each form, forward and backward: the newest Triton at head sizes 32 (where
-that is not dear), 64 and 128 for sm_90; Triton 3.6 at head size 64 for sm_80 and sm_90. The rest of the matrix (both
+What is covered in bfloat16, all kernels of each form, forward and backward: the newest Triton at head sizes 64 and 128
+for sm_90 (and 32, where that is cheap); Triton 3.6 at head size 64 for sm_80 and sm_90. The rest of the matrix (both
 versions, three head sizes, two targets) takes a quarter of an hour on two cores: `python tests/aot_matrix.py` compiles
 it and writes docs/aot.md. A kernel fails that does not compile, or that wants more shared memory than its target has.
 Spilled registers are no failure: they are listed after the tests.
@@ -23,8 +23,8 @@ from ttmdsl.aot import Resources, capability, compile_all, parse_variant, table,
 from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
 
-# a minute each on one core: CI has fifteen for all that it does
-DEAR = {"trellis:b=16", *(f"lattice_{way}:b=16:project=0" for way in ("dec", "enc", "sim"))}
+# half a minute and more on one core: CI has fifteen minutes for all that it does
+DEAR = {"trellis:b=16", "gla", "titans_linear", *(f"lattice_{way}:b=16:project=0" for way in ("dec", "enc", "sim"))}
 CACHE = Path(__file__).parent.parent / ".triton"
 MUON = """layer Muon {
   dim d
@@ -85,9 +85,9 @@ def test_triton_36(variant: str, record_property: Any, old_triton: Path) -> None
 def test_what_is_around_op_has_room(old_triton: Path) -> None:
     """The same in every layer, so of one alone."""
     for packages in (None, old_triton):
-        rows = run("linear_attention", "60,128", "sm_80,sm_90", packages, "--dtype=bfloat16")
+        rows = run("linear_attention", "60", "sm_80,sm_90", packages, "--dtype=bfloat16")
         around = [row for row in rows if row["kernel"].startswith("_layer_")]
-        assert len(around) == 5 * 4
+        assert len(around) == 5 * 2
         assert not any(row["error"] or row["stack"] > 64 for row in around)
 
 

@@ -99,7 +99,7 @@ def tensors(module: Any, case: Case, lead: tuple[int, ...] | None = None) -> dic
         if name in module.INPUTS and axes and name != "v":
             t = F.normalize(t, dim=-1)
         if deep and module.RANGES[name] == "unit":
-            t = t - 5
+            t = t - 7  # a rate at which memories of several layers do not enlarge rounding
         t = in_range(t, module.RANGES[name])
         found[name] = (t if kept_exact(module, name) else t.to(case.torch_dtype)).requires_grad_()
     return found
