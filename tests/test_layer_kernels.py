@@ -24,7 +24,8 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def gradients(y: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    cotangent = torch.sin(0.37 * torch.arange(y.numel())).reshape(y.shape).to(y.dtype)
+    same = torch.sin(0.37 * torch.arange(y.numel())).bfloat16()  # the same number in every dtype
+    cotangent = same.reshape(y.shape).to(y.dtype)
     return {"y": y.detach(), **dict(zip(given, torch.autograd.grad(y, list(given.values()), cotangent), strict=True))}
 
 
