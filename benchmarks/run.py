@@ -70,7 +70,13 @@ PARTS = (
     Part("fla", PEERED, SHAPES, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     Part("own", OWN, (FIRST, LARGE), ["--no-peers"]),
     Part("deep", DEEP, (SHORT,), ["--no-peers", "--compiled"], ("ttmdsl triton", "torch.compile"), 200),
-    Part("titans", ["titans:b=64"], (FIRST, LARGE), (), ("ttmdsl triton", "ttmdsl Layer", "titans-pytorch")),
+    Part(
+        "titans",
+        ["titans:b=64"],
+        (FIRST, LARGE),
+        (),
+        ("ttmdsl triton", "ttmdsl Layer", "titans-pytorch", "titans-pytorch by groups"),
+    ),
     Part("blocks", BLOCKS, (FIRST, LARGE), ["--insist", "--brief"], ("ttmdsl Layer", "fla Layer")),
     Part("lengths", ["mamba2", "gated_delta_net"], LENGTHS, ["--insist", "--brief"], ("ttmdsl triton", "fla")),
     # where the time goes, kernel by kernel: asked for by name, into a file of its own
@@ -158,8 +164,9 @@ def bars() -> Iterator[Bar]:
             yield Bar(f"torch.compile / ours, {layer} {what}", ratio(*place), least)
     for shape in (FIRST, LARGE):
         for what in ("forward", "both"):
-            place = (("titans:b=64", shape, "titans-pytorch", what), ("titans:b=64", shape, "ttmdsl Layer", what))
-            yield Bar(f"titans-pytorch / ours, {shape} {what}", ratio(*place), 10.0)
+            for who in ("titans-pytorch", "titans-pytorch by groups"):
+                place = (("titans:b=64", shape, who, what), ("titans:b=64", shape, "ttmdsl Layer", what))
+                yield Bar(f"{who} / ours, {shape} {what}", ratio(*place), 10.0)
     for layer in BLOCKS:
         for shape in (FIRST, LARGE):
             for what in ("forward", "both", "graph_forward", "graph_both"):

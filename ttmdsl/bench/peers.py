@@ -87,6 +87,17 @@ def _rwkv7(x: Tensors) -> dict[str, Any]:
     return _qkv(x) | {"k": step, "a": x["k"], "b": -step, "gk": x["log_alpha"]}
 
 
+def _titans(who: str, moves: Callable[[int], int | None]) -> Block:
+    """A memory whose gradients of a chunk are taken where it was before the sequence, or so many tokens ago at most."""
+
+    def make(package: Any, heads: int, head: int, group: int) -> Any:
+        return package.NeuralMemory(
+            dim=heads * head, chunk_size=group, batch_size=moves(group), dim_head=head, heads=heads
+        )
+
+    return Block(who, "titans_pytorch", make)
+
+
 PEERS: dict[str, tuple[Peer | Block, ...]] = {
     "linear_attention": _fla("linear_attn", lambda x: _qkv(x) | {"normalize": False}),
     "retnet": _fla("simple_gla", lambda x: _qkv(x) | {"g_gamma": x["log_alpha"].detach()}),
@@ -115,15 +126,7 @@ PEERS: dict[str, tuple[Peer | Block, ...]] = {
     ),
     "dplr": _fla("dplr_delta_rule", lambda x: _qkv(x) | {"a": x["a"], "b": x["b"], "gk": x["log_alpha"]}),
     "rwkv7": _fla("dplr_delta_rule", _rwkv7),
-    "titans": (
-        Block(
-            "titans-pytorch",
-            "titans_pytorch",
-            lambda package, heads, head, group: package.NeuralMemory(
-                dim=heads * head, chunk_size=group, dim_head=head, heads=heads
-            ),
-        ),
-    ),
+    "titans": (_titans("titans-pytorch", lambda group: None), _titans("titans-pytorch by groups", lambda group: group)),
 }
 
 
