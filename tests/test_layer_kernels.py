@@ -54,7 +54,8 @@ def shaped(case: dict[str, Any]) -> dict[str, float]:
     past = torch.randn(len(lengths), taps - 1, channels).to(dtype) if case["past"] and taps else None
     found = []
     for kernels, x in ((True, ours), (False, exact)):
-        how = module._How(kernels, case["activation"], case["size"] if case["unit"] else 0, x["x"].dtype)
+        around = module._around(x["x"].device, *lead) if kernels else None
+        how = module._How(around, case["activation"], case["size"] if case["unit"] else 0, x["x"].dtype)
         with rounded():
             y = module._shaped(x["x"], how, x.get("weight"), past if past is None else past.to(x["x"].dtype), packed)
             found.append(gradients(y, x))
@@ -101,7 +102,8 @@ def gated(dtype: torch.dtype, rows: int, heads: int, size: int) -> dict[str, flo
     ours, exact = drawn(dtype, y=(1, rows, heads, size), gate=(1, rows, heads * size), weight=(size,))
     for kernels, x in ((True, ours), (False, exact)):
         with rounded():
-            found.append(gradients(module._gated(x["y"], x["gate"], x["weight"], 1e-5, kernels), x))
+            around = module._around(x["y"].device, 1, rows) if kernels else None
+            found.append(gradients(module._gated(x["y"], x["gate"], x["weight"], 1e-5, around), x))
     return errors(*found)
 
 

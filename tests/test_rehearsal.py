@@ -76,6 +76,53 @@ def test_sequences_in_parts(name: str, shape: Shape, interpreter: ProcessPoolExe
     assert any("transfer" in known[0] for known in started)
 
 
+def around(name: str, train: bool, packed: bool) -> tuple[list[str], bool, bool]:
+    """What a whole layer's first call starts around `op`, by its name, also when it goes on; whether all of that was
+    compiled ahead, and nothing else; and whether a call like the first one leaves it at that. Nothing runs."""
+    module = ttmdsl.load(name)
+    compiled: dict[Any, Any] = {}
+    started: dict[Any, Any] = {}
+
+    def rehearse(_: Any, *about: Any) -> None:
+        compiled.setdefault(*_what(*about))
+
+    def start(_: Any, *about: Any) -> None:
+        started.setdefault(*_what(*about))
+
+    layer = module.Layer(24, 2, backend="triton")
+    bounds = torch.tensor([0, 3, 3, 14]) if packed else None
+    x = torch.randn(1 if packed else 2, 14, 24)
+    with (
+        mock.patch.multiple(module, _COMPILES=True, _rehearsed=set(), _above_zero=lambda t: False),
+        mock.patch.object(module._Around, "start", start),
+        mock.patch.object(module._AroundRehearsal, "start", rehearse),
+        mock.patch.object(module._Schedule, "start"),
+        mock.patch.object(module._Rehearsal, "start"),
+        torch.set_grad_enabled(train),
+    ):
+        module._around.cache_clear()
+        y, _, past = layer(x, use_cache=True, cu_seqlens=bounds)
+        past = {kind: {key: t.detach() for key, t in some.items()} for kind, some in past.items()}
+        y = y + layer(x, past_key_values=past, cu_seqlens=bounds)[0]
+        if train:
+            y.sum().backward()
+        same = compiled == started
+        compiled.clear()
+        layer(x, use_cache=True, cu_seqlens=bounds)
+        module._around.cache_clear()
+    return sorted({known[0] for known in started}), same, not compiled
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "gsa", "lattice_l1"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_layer_starts_around_op_was_compiled(name: str, packed: bool, interpreter: ProcessPoolExecutor) -> None:
+    forward = ["_layer_gated_kernel", "_layer_shape_kernel"]
+    backward = ["_layer_convolved_backward_kernel", "_layer_gated_backward_kernel", "_layer_shape_backward_kernel"]
+    for train in (False, True):
+        found = interpreter.submit(around, name, train, packed).result()
+        assert found == (sorted(forward + backward * train), True, True)
+
+
 def waits() -> list[str]:
     """What happens, in order, where a kernel is started while it is being compiled."""
     module = ttmdsl.load("mamba2")
