@@ -200,8 +200,18 @@ def test_a_narrow_block_counts_where_it_was_measured_alone() -> None:
     assert at("b_kernel", (64, 64, 64), 2, 128, 90) == {}  # another Triton
 
 
+def test_few_registers_count_where_they_were_measured_alone() -> None:
+    few, enough = {"num_warps": 4, "maxnreg": 128}, {"num_warps": 4, "maxnreg": 168}
+    both = [replace(entry("k", **config), triton="3.6.0") for config in (few, enough)]
+    at = lookup(Tables({90: Table("sm_90", both)}), {"a_kernel": "k"})
+    assert at("a_kernel", (64, 64, 64), 2, 128, 90) == few
+    assert at("a_kernel", (64, 64, 64), 2, 128, 80) == enough
+    assert at("a_kernel", (64, 64, 64), 2, 128, 100) == enough
+    assert at("a_kernel", (64, 64, 128), 2, 128, 90) == {}
+
+
 def test_fewer_registers_count_for_tiles_of_the_same_sizes() -> None:
-    fewer = {"num_warps": 4, "maxnreg": 96}
+    fewer = {"num_warps": 4, "maxnreg": 168}
     at = lookup(Tables({90: Table("sm_90", [entry("k", **fewer)])}), {"a_kernel": "k"})
     assert at("a_kernel", (64, 64, 64), 2, 16, 80) == fewer
     assert at("a_kernel", (64, 64, 128), 2, 128, 90) == {}

@@ -159,7 +159,13 @@ class TritonPrinter(Printer):
             case "step":
                 return f"tl.where({ops[0]} > 0, 1.0, 0.0)"
             case "select":
-                return f"tl.where({self.text[args[0]]}, {strip(ops[1])}, {strip(ops[2])})"
+                flag = self.text[args[0]]
+                # of a sum of products that a loop hands on, or zeros, Triton makes no code for Blackwell (benchmarks/NOTES.md)
+                if constant(args[1]) == 0.0:
+                    return f"(tl.where({flag}, 0.0, 1.0) * {ops[2]})"
+                if constant(args[2]) == 0.0:
+                    return f"(tl.where({flag}, 1.0, 0.0) * {ops[1]})"
+                return f"tl.where({flag}, {strip(ops[1])}, {strip(ops[2])})"
             case "expand":
                 return ops[0]
             case "rename":

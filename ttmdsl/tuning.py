@@ -9,7 +9,7 @@ A file is {"target": "sm_90", "kernels": [...], "chunks": [...], "excluded": [..
 - kernels: {"kernel": signature, "tiles": [sizes], "bytes": 2, "lanes": 128} is a place: the tokens of a unit and every
   dim, as padded; bytes of an input; sequences times heads. {"config": {...}} is what to launch with there, by CONFIG.
   A kernel that stores states where a backward pass may follow counts as another one where none does.
-  Where that has a narrow block, a second entry is for where it does not count.
+  Where that has a narrow block, or few registers, a second entry is for where it does not count.
 - chunks: the same with the signature of a whole form, where "tiles" are the dims alone, and {"config": {"chunk": 64}}.
 - excluded: configurations that were wrong or failed, with {"why": text, "triton": version}; never looked up at launch.
 """
@@ -63,8 +63,8 @@ class Entry:
 
     @property
     def narrow(self) -> bool:
-        """Whether its blocks are such as count where they were found right alone."""
-        return self.config.get("block", 64) < 64
+        """Whether it counts where it was measured alone, as blocks that are right there or registers that are enough."""
+        return self.config.get("block", 64) < 64 or self.config.get("maxnreg", 255) < 168
 
 
 @dataclass(slots=True)
