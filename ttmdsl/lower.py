@@ -84,7 +84,6 @@ def lower(rule: UpdateRule) -> Lowered | LoweredKernel:
     if rule.spec.kernels:
         return lower_kernel(rule)
     rule, banded, prelude = unfold(rule)
-    token = _form(lower_token(rule))
     grouped = any(p.optimizer.batch > 1 for p in rule.spec.passes)
     try:
         try:
@@ -92,9 +91,11 @@ def lower(rule: UpdateRule) -> Lowered | LoweredKernel:
         except NotChunkable:
             banded, prelude = None, replace(prelude, bands=None)
             chunk = lower_chunk(rule, aligned=True)
-        resumed = _form(lower_chunk(banded or rule, aligned=False)) if grouped else None
+        resumed = _form(lower_chunk(banded or rule, aligned=False, dims=chunk.dims)) if grouped else None
     except NotChunkable as reason:
+        token = _form(lower_token(rule, rule.spec.dims))
         return Lowered(rule, "sequential", str(reason), token, None, None, prelude)
+    token = _form(lower_token(rule, chunk.dims))  # forms hand their states to one another
     inverted = any(n.op == "tri_inv" for n in chunk.nodes)
     recurrence: Recurrence = "frozen" if grouped else "affine" if inverted else "additive"
     return Lowered(rule, recurrence, "", token, _form(chunk), resumed, prelude)

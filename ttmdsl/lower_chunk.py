@@ -14,6 +14,7 @@ so are those of the tokens before the chunk that it reaches from inside.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,24 +24,48 @@ from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
 from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, normalised
 from ttmdsl.functions import X, aggregate
-from ttmdsl.ir import PAST, Node, Program, addends, depends_on, factors
+from ttmdsl.ir import PAST, TOKEN_AXES, Axes, Node, Program, addends, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
 from ttmdsl.lower_token import bind_tensors
 from ttmdsl.rule import Jacobian, PassRule, UpdateRule
 from ttmdsl.state import momentum_name, point_name
 
 
-def lower_chunk(rule: UpdateRule, aligned: bool) -> Program:
+def lower_chunk(rule: UpdateRule, aligned: bool, dims: Axes = ()) -> Program:
     """One chunk of tokens. Raises NotChunkable where a pass has no chunk form.
 
     aligned: every chunk starts a group of tokens that share a gradient point, so the point is the carry itself;
     otherwise the point is a carry too, and the leaf `fresh` says where a new group starts.
+    dims: in the order that tiles have them; if it is not given, the best one.
     """
+    if dims:
+        return _lowered(rule, aligned, dims)
+    program = _lowered(rule, aligned, rule.spec.dims)
+    best = _rows_first(program)
+    return program if best == program.dims else _lowered(rule, aligned, best)
+
+
+def _rows_first(program: Program) -> Axes:
+    """The dims, those first along which sums over states lie: one over a tile's rows would cross warps, and what
+    it finds takes as many registers of a thread as the tile has columns (measured: benchmarks/NOTES.md)."""
+    lie: Counter[str] = Counter()
+    for n in program.nodes:
+        if any(len(a.axes) == 1 for a in n.args) and n.axes:  # else it adds up what another sum found
+            found = (a for a in n.args if a.op in ("sum", "contract") and len(a.axes) == 1)
+            lie.update(a.axes[0] for a in found if any(_is_state(x) for x in a.args))
+    return tuple(sorted(program.dims, key=lambda dim: -lie[dim]))
+
+
+def _is_state(n: Node) -> bool:
+    return len(n.axes) == 2 and not set(n.axes) & set(TOKEN_AXES)
+
+
+def _lowered(rule: UpdateRule, aligned: bool, dims: Axes) -> Program:
     spec = rule.spec
     batches = {p.optimizer.batch for p in spec.passes if p.optimizer.batch > 1}
     if len(batches) > 1:
         raise NotChunkable("the passes share gradient points among different numbers of tokens")
-    b = Builder(spec.dims)
+    b = Builder(dims)
     lower = ExprLowering(b, rule.jacobians)
     env: dict[str, Node] = bind_tensors(spec, b, ("t",))
     for name, e in spec.lets:
@@ -56,7 +81,7 @@ def lower_chunk(rule: UpdateRule, aligned: bool) -> Program:
     y = b.expand(env[spec.passes[-1].name], {"t", *spec.passes[-1].read.shape})
     told = {dim for t in spec.tensors for dim in t.shape}
     inner = (dim for p in spec.passes for m in p.memories for dim in m.shape if dim not in told)
-    return Program("chunk", spec.dims, b, {"y": y, **outputs}, next(inner, ""))
+    return Program("chunk", dims, b, {"y": y, **outputs}, next(inner, ""))
 
 
 @dataclass

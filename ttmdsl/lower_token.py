@@ -32,10 +32,13 @@ def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes, before: bool 
     return env
 
 
-def lower_token(rule: UpdateRule) -> Program:
-    """One token: gradient at the point, retention, optimizer step, projection, then the readout."""
+def lower_token(rule: UpdateRule, dims: Axes) -> Program:
+    """One token: gradient at the point, retention, optimizer step, projection, then the readout.
+
+    dims: in the order that tiles have them.
+    """
     spec = rule.spec
-    b = Builder(spec.dims)
+    b = Builder(dims)
     lower = ExprLowering(b, rule.jacobians)
     env: dict[str, Node] = bind_tensors(spec, b, ())
     for name, e in spec.lets:
@@ -43,7 +46,7 @@ def lower_token(rule: UpdateRule) -> Program:
     outputs: dict[str, Node] = {}
     for pass_, derived in zip(spec.passes, rule.passes, strict=True):
         env[pass_.name] = _pass(lower, spec, pass_, derived, env, outputs)
-    return Program("token", spec.dims, b, {"y": env[spec.passes[-1].name], **outputs})
+    return Program("token", dims, b, {"y": env[spec.passes[-1].name], **outputs})
 
 
 def _pass(

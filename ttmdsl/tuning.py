@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def narrow(self) -> bool:
-        """Whether it counts where it was measured alone, as blocks that are right there or registers that are enough."""
+        """Whether it counts where it was measured alone, as blocks that are right or registers that are enough."""
         return self.config.get("block", 64) < 64 or self.config.get("maxnreg", 255) < 168
 
 
