@@ -160,7 +160,7 @@ class TritonPrinter(Printer):
                 return f"tl.where({ops[0]} > 0, 1.0, 0.0)"
             case "select":
                 flag = self.text[args[0]]
-                # Triton makes no code for Blackwell where a loop hands on a sum of products or zeros (benchmarks/NOTES.md)
+                # where a loop hands on either zeros or a sum of products, Triton fails for Blackwell (NOTES.md)
                 if constant(args[1]) == 0.0:
                     return f"(tl.where({flag}, 0.0, 1.0) * {ops[2]})"
                 if constant(args[2]) == 0.0:
