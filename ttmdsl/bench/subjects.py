@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ttmdsl.aot import parse_variant
-from ttmdsl.bench.peers import Peer, peers_of
+from ttmdsl.bench.peers import Block, Peer, peers_of
 from ttmdsl.drawing import dims_of, in_range, kept_exact, sizes_of
 
 DECODED = 64  # sequences that a decode step goes on with
@@ -189,11 +189,11 @@ def others(
 
 def _peers(case: Case, module: Any) -> Iterator[tuple[str, Callable[[], Subject]]]:
     _, _, H, D = case.shape
-    for found in peers_of(parse_variant(case.layer)[0]):
-        if isinstance(found, Peer):
-            yield found.who, functools.partial(peer, case, module, found)
-            continue
-        ours = functools.partial(module.Layer, hidden_size=H * D, num_heads=H)
-        theirs = functools.partial(found.build, H, D, int(module.CONSTS.get("b", 64)))
-        for who, make in (("ttmdsl Layer", ours), (found.who, theirs)):
-            yield who, functools.partial(block, case, who, make)
+    found = peers_of(parse_variant(case.layer)[0])
+    yield from ((p.who, functools.partial(peer, case, module, p)) for p in found if isinstance(p, Peer))
+    blocks = [p for p in found if isinstance(p, Block)]
+    ours = functools.partial(module.Layer, hidden_size=H * D, num_heads=H)
+    group = int(module.CONSTS.get("b", 64))
+    theirs = [(p.who, functools.partial(p.build, H, D, group)) for p in blocks]
+    for who, make in [("ttmdsl Layer", ours), *theirs] if blocks else []:
+        yield who, functools.partial(block, case, who, make)
