@@ -26,7 +26,7 @@ from ttmdsl.bench.clock import CpuClock, Work
 from ttmdsl.bench.first import cold_and_warm
 from ttmdsl.bench.measure import Row, Wanted, bench, moved, timed, verdict
 from ttmdsl.bench.peers import PEERS, Block, Peer, peers_of
-from ttmdsl.bench.subjects import Case, Subject, block, initial_state, own, peer, tensors
+from ttmdsl.bench.subjects import Case, Subject, block, initial_state, others, own, peer, tensors
 from ttmdsl.cli import main
 
 SMALL = (2, 20, 2, 16)
@@ -219,6 +219,14 @@ def test_a_block_is_timed_with_its_parameters() -> None:
     assert subject.forward().shape == (2, 20, 32)
     assert len(subject.leaves) > 5
     assert not subject.same
+
+
+def test_a_layer_is_timed_once_beside_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = [Block(who, "math", lambda *_: None) for who in ("one", "another")]
+    monkeypatch.setattr("ttmdsl.bench.subjects.peers_of", lambda layer: beside)
+    on_a_gpu = Case("delta_net", SMALL)
+    found = others(on_a_gpu, on_a_gpu.load(), with_peers=True, with_compiled=False)
+    assert [who for who, _ in found] == ["ttmdsl Layer", "one", "another"]
 
 
 def test_first_calls() -> None:
