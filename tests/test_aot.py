@@ -1,7 +1,7 @@
 """Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
 
 What is covered in bfloat16, all kernels of each form, forward and backward: Triton 3.6 at head size 64 for sm_90, the
-newest at 64 for sm_80 and at 128 for sm_90. The rest of the matrix (both versions, three head sizes, two targets) takes
+newest at 64 for sm_80 and, but for what is like lattice_dec and dear, at 128 for sm_90. The rest of the matrix (both versions, three head sizes, two targets) takes
 a quarter of an hour on two cores, and CI has that for all that it does: `python tests/aot_matrix.py` compiles it and
 writes docs/aot.md. A kernel fails that does not compile, or that wants more shared memory than its target has.
 Spilled registers are no failure: they are listed after the tests.
@@ -23,6 +23,7 @@ from ttmdsl.aot import Resources, capability, compile_all, parse_variant, table,
 from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
 
+DEAR = {f"lattice_{way}:b=16:project=0" for way in ("enc", "sim")}  # half a minute each at 128
 CACHE = Path(__file__).parent.parent / ".triton"
 MUON = """layer Muon {
   dim d
@@ -62,8 +63,10 @@ def judge(rows: list[dict[str, Any]], record_property: Any, version: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("head", "target"), [("64", "sm_80"), ("128", "sm_90")])
+@pytest.mark.parametrize(
+    ("variant", "head", "target"),
+    [*((v, "64", "sm_80") for v in VARIANTS), *((v, "128", "sm_90") for v in VARIANTS if v not in DEAR)],
+)
 def test_newest_triton(variant: str, head: str, target: str, record_property: Any) -> None:
     judge(run(variant, head, target), record_property, "newest")
 
@@ -99,7 +102,7 @@ def test_the_old_triton_is_the_one_that_compiles(old_triton: Path) -> None:
 @pytest.mark.slow
 def test_newton_schulz_finds_room_for_wide_tiles(tmp_path: Path, record_property: Any) -> None:
     (tmp_path / "muon.ttm").write_text(MUON)
-    judge(run(str(tmp_path / "muon.ttm"), "128", "sm_80,sm_90"), record_property, "newest")
+    judge(run(str(tmp_path / "muon.ttm"), "128", "sm_80"), record_property, "newest")  # which has less
 
 
 # ---- the command --------------------------------------------------------------------------------------------
