@@ -1,10 +1,10 @@
 """Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
 
 What is covered in bfloat16, all kernels of each form, forward and backward: Triton 3.6 at head size 64 for sm_90, the
-newest at 64 for sm_80 and, but for what is like lattice_dec and dear, at 128 for sm_90. The rest of the matrix (both versions, three head sizes, two targets) takes
-a quarter of an hour on two cores, and CI has that for all that it does: `python tests/aot_matrix.py` compiles it and
-writes docs/aot.md. A kernel fails that does not compile, or that wants more shared memory than its target has.
-Spilled registers are no failure: they are listed after the tests.
+newest at 64 for sm_80 and, but for what is like lattice_dec and dear, at 128 for sm_90. The rest of the matrix (both
+versions, three head sizes, two targets) takes a quarter of an hour on two cores, and CI has that for all that it does:
+`python tests/aot_matrix.py` compiles it and writes docs/aot.md. A kernel fails that does not compile, or that wants
+more shared memory than its target has. Spilled registers are no failure: they are listed after the tests.
 """
 
 from __future__ import annotations
