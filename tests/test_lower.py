@@ -220,3 +220,13 @@ def test_a_decay_is_never_divided_by(name: str) -> None:
     logs = [n for n in chunk.forward.leaves() if n.name.startswith("log_")]
     tainted = depends_on(chunk.forward.outputs.values(), logs)
     assert not any(n.op == "recip" and n.args[0] in tainted and n.args[0].op == "exp2" for n in chunk.forward.nodes)
+
+
+def test_tiles_have_those_dims_first_along_which_sums_over_states_lie() -> None:
+    def dims(variant: str) -> set[tuple[str, ...]]:
+        found = variant_of(variant)
+        return {form.forward.dims for form in (found.token, found.chunk, found.resumed) if form}
+
+    assert dims("lattice_dec:5:0") == {("m", "d")}  # columns are normalised; all forms, which hand on their states
+    assert dims("lattice_dec") == {("d", "m")}  # token by token
+    assert dims("gla") == {("d_k", "d_v")}  # whose rows are scaled as they lie
