@@ -24,7 +24,7 @@ from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
 from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, normalised
 from ttmdsl.functions import X, aggregate
-from ttmdsl.ir import PAST, TOKEN_AXES, Axes, Node, Program, addends, depends_on, factors
+from ttmdsl.ir import PAST, TOKEN_AXES, Axes, Node, Program, addends, base_dim, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
 from ttmdsl.lower_token import bind_tensors
 from ttmdsl.rule import Jacobian, PassRule, UpdateRule
@@ -46,18 +46,21 @@ def lower_chunk(rule: UpdateRule, aligned: bool, dims: Axes = ()) -> Program:
 
 
 def _rows_first(program: Program) -> Axes:
-    """The dims, those first along which sums over states lie: one over a tile's rows would cross warps, and what
-    it finds takes as many registers of a thread as the tile has columns (measured: benchmarks/NOTES.md)."""
-    lie: Counter[str] = Counter()
-    for n in program.nodes:
-        if any(len(a.axes) == 1 for a in n.args) and n.axes:  # else it adds up what another sum found
-            found = (a for a in n.args if a.op in ("sum", "contract") and len(a.axes) == 1)
-            lie.update(a.axes[0] for a in found if any(_is_state(x) for x in a.args))
-    return tuple(sorted(program.dims, key=lambda dim: -lie[dim]))
+    """The dims, those first along which sums over states lie.
+
+    A sum over the rows of a tile would cross warps, and what it finds lies along the columns, of which each thread
+    holds many (measured: benchmarks/NOTES.md).
+    """
+    uses: Counter[str] = Counter()
+    for user in program.nodes:
+        if user.axes:  # else it adds up what another sum has found: a number lies nowhere
+            uses.update(base_dim(n.axes[0]) for n in user.args if _is_sum_over_state(n))
+    return tuple(sorted(program.dims, key=lambda dim: -uses[dim]))
 
 
-def _is_state(n: Node) -> bool:
-    return len(n.axes) == 2 and not set(n.axes) & set(TOKEN_AXES)
+def _is_sum_over_state(n: Node) -> bool:
+    over_tile = any(len(a.axes) == 2 and not set(a.axes) & set(TOKEN_AXES) for a in n.args)
+    return n.op in ("sum", "contract") and len(n.axes) == 1 and over_tile
 
 
 def _lowered(rule: UpdateRule, aligned: bool, dims: Axes) -> Program:
