@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +28,9 @@ def _what(known: Any, kernel: Any, grid: Any, pointers: Any, place: Any, meta: A
     return known, (kernel.name, grid, kinds, meta, options)
 
 
-def launches(name: str, shape: Shape, train: bool, processors: int = 0) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """What is compiled ahead of a call and its backward pass, and what these start; nothing runs."""
-    module = ttmdsl.load(name)
-    if not hasattr(module, "_Rehearsal"):
-        return {}, {}  # the kernel form has a few kernels, started by other code
-    drawn = draw(module, shape)
-    packed = {"cu_seqlens": torch.tensor(drawn.bounds)} if drawn.bounds else {}
+@contextlib.contextmanager
+def recorded(starts: Any, rehearsal: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """What instances of the second class have compiled, and what those of the first start; neither does."""
     compiled: dict[Any, Any] = {}
     started: dict[Any, Any] = {}
 
@@ -42,13 +40,24 @@ def launches(name: str, shape: Shape, train: bool, processors: int = 0) -> tuple
     def start(_: Any, *about: Any) -> None:
         started.setdefault(*_what(*about))
 
+    with mock.patch.object(starts, "start", start), mock.patch.object(rehearsal, "start", rehearse):
+        yield compiled, started
+
+
+def launches(name: str, shape: Shape, train: bool, processors: int = 0) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What is compiled ahead of a call and its backward pass, and what these start; nothing runs."""
+    module = ttmdsl.load(name)
+    if not hasattr(module, "_Rehearsal"):
+        return {}, {}  # the kernel form has a few kernels, started by other code
+    drawn = draw(module, shape)
+    packed = {"cu_seqlens": torch.tensor(drawn.bounds)} if drawn.bounds else {}
+
     def tensors(given: Any) -> dict[str, torch.Tensor]:
         floats = {key: t.float() if t.is_floating_point() else t for key, t in (given or {}).items()}
         return {key: t.requires_grad_(train and t.is_floating_point()) for key, t in floats.items()}
 
     with (
-        mock.patch.object(module._Schedule, "start", start),
-        mock.patch.object(module._Rehearsal, "start", rehearse),
+        recorded(module._Schedule, module._Rehearsal) as (compiled, started),
         mock.patch.multiple(module, _COMPILES=True, _rehearsed=set(), _fitting={}),
         mock.patch.object(module, "_processors", create=True, return_value=processors),
     ):
@@ -80,24 +89,13 @@ def around(name: str, train: bool, packed: bool) -> tuple[list[str], bool, bool]
     """What a whole layer's first call starts around `op`, by its name, also when it goes on; whether all of that was
     compiled ahead, and nothing else; and whether a call like the first one leaves it at that. Nothing runs."""
     module = ttmdsl.load(name)
-    compiled: dict[Any, Any] = {}
-    started: dict[Any, Any] = {}
-
-    def rehearse(_: Any, *about: Any) -> None:
-        compiled.setdefault(*_what(*about))
-
-    def start(_: Any, *about: Any) -> None:
-        started.setdefault(*_what(*about))
-
     layer = module.Layer(24, 2, backend="triton")
     bounds = torch.tensor([0, 3, 3, 14]) if packed else None
     x = torch.randn(1 if packed else 2, 14, 24)
     with (
         mock.patch.multiple(module, _COMPILES=True, _rehearsed=set(), _above_zero=lambda t: False),
-        mock.patch.object(module._Around, "start", start),
-        mock.patch.object(module._AroundRehearsal, "start", rehearse),
-        mock.patch.object(module._Schedule, "start"),
-        mock.patch.object(module._Rehearsal, "start"),
+        recorded(module._Around, module._AroundRehearsal) as (compiled, started),
+        recorded(module._Schedule, module._Rehearsal),
         torch.set_grad_enabled(train),
     ):
         module._around.cache_clear()

@@ -20,7 +20,19 @@ from ttmdsl.builder import Builder
 from ttmdsl.errors import LoadError
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.tuning import Entry, Table, Tables, digest, files, read, read_all, signature, tuned_table, without_gradients
+from ttmdsl.tuning import (
+    EVERYWHERE,
+    Entry,
+    Table,
+    Tables,
+    digest,
+    files,
+    read,
+    read_all,
+    signature,
+    tuned_table,
+    without_gradients,
+)
 
 SCAN = "_chunk_forward_scan_kernel"
 
@@ -161,7 +173,7 @@ def lookup(tables: Tables, names: dict[str, str]) -> Any:
     from ttmdsl.templates import render
 
     found: dict[str, Any] = {}
-    text = render("triton_tuned.py.j2", tuned=tables.kernels(names), tuned_table=tuned_table)
+    text = render("triton_tuned.py.j2", tuned=tables.kernels(names), tuned_table=tuned_table, everywhere=EVERYWHERE)
     exec("import functools, math\ntorch = __import__('torch')\n" + text, found)
     found["triton"] = SimpleNamespace(__version__="3.6.0")
     return lambda *place, **how: found["_measured"](found["_TUNED"], *place, **how)

@@ -16,7 +16,7 @@ from ttmdsl.kernel_form import READ, KernelForm, LoweredKernel
 from ttmdsl.print_torch import LOCALS, TorchPrinter
 from ttmdsl.printer import Names
 from ttmdsl.templates import literal, render
-from ttmdsl.tuning import NOTHING, Tables, tuned_table
+from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, tuned_table
 
 _LOCALS = LOCALS | {
     *("state", "lengths", "core", "read", "solve", "like", "T", "device", "wide", "scale", "query", "key", "value"),
@@ -118,6 +118,7 @@ def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[st
             signatures=signatures,
             tuned=tables.kernels(signatures),
             tuned_table=tuned_table,
+            everywhere=EVERYWHERE,
             kinds=_kinds,
         ),
     }

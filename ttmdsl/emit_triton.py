@@ -21,7 +21,7 @@ from ttmdsl.stages import stages
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
-from ttmdsl.tuning import NOTHING, Tables, signature, tuned_table, without_gradients
+from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, signature, tuned_table, without_gradients
 from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_walks import write_token_backward
@@ -197,6 +197,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         without_gradients=without_gradients,
         tuned_chunks=tables.chunks(form_signatures if lowered.batch == 1 else {}),
         tuned_table=tuned_table,
+        everywhere=EVERYWHERE,
         ops=ops,
         wide=any("wide" in k.uses for k in kernels),
         newton_schulz=NEWTON_SCHULZ,

@@ -38,6 +38,9 @@ CONFIG = {
     "order": (1, 2, 3, 4, 5, 6, 7),  # in which a kernel computes its values: by the numbers of schedule.py
 }
 
+# Less than that counts where it was measured alone: some narrower blocks are miscompiled by Triton, and with fewer
+# registers other compilers, or for other GPUs, spill.
+EVERYWHERE = {"block": 64, "maxnreg": 168}
 
 # What a module carries: by compute capability and kernel, (tiles, bytes, lanes, configuration, Triton's version).
 Measured: TypeAlias = dict[int, dict[str, list[tuple[tuple[int, ...], int, int, dict[str, int], str]]]]
@@ -64,7 +67,7 @@ class Entry:
     @property
     def narrow(self) -> bool:
         """Whether it counts where it was measured alone, as blocks that are right or registers that are enough."""
-        return self.config.get("block", 64) < 64 or self.config.get("maxnreg", 255) < 168
+        return any(self.config.get(key, least) < least for key, least in EVERYWHERE.items())
 
 
 @dataclass(slots=True)
