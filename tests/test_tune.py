@@ -151,6 +151,16 @@ def test_orders_alone_are_those_of_kernels_as_tables_have_them(tmp_path: Path) -
     assert tried == {None, *CONFIG["order"]}
 
 
+def test_orders_alone_of_what_finds_no_room_are_by_the_rules(tmp_path: Path) -> None:
+    fake, path = FakeLab(), tmp_path / "sm_90.json"
+    wide = {"num_warps": 8, "num_stages": 4, "block": 64}
+    fake.crowded = [wide]
+    fake.faster = quick("scan", 70, **SCAN.config, order=3) | quick("scan", 10, **wide, order=3)
+    table, _ = tuned(fake, path, known=Table("sm_90", [replace(SCAN, config=wide, us=80)]))
+    assert [e.config for e in table.kernels] == [{**SCAN.config, "order": 3}]
+    assert wide not in [config for trial in fake.timed for config in trial.forced.values()]
+
+
 def test_kernels_side_by_side_are_left_to_the_rules(tmp_path: Path) -> None:
     fake = FakeLab()
     fake.kernels["map"] = replace(SCAN, kernel="token segment again 0 products 4", config={"num_warps": 4})
@@ -418,6 +428,31 @@ def test_a_configuration_that_found_no_room_is_said_to() -> None:
     launches["_a_kernel", 1, 90, False, True] = {"P_d": 64}, {"num_warps": 4, "num_stages": 1}
     asked[without_gradients("_a_kernel")] = {"num_warps": 4, "num_stages": 2}
     assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel without gradients",))
+
+
+def crowded(layer: str) -> tuple[dict[str, int], dict[str, int]]:
+    """In the process that interprets kernels: how a scan is launched where there is room for two stages, by what the
+    laboratory finds and by the rules."""
+    trial = Trial(Case(layer, (1, 70, 1, 16), "float32", "cpu", "triton"))
+    module, name = trial.case.load(), "_chunk_forward_scan_kernel"
+    start = module._Schedule.start
+
+    def full(self: Any, known: Any, kernel: Any, *rest: Any) -> None:
+        if rest[-1]["num_stages"] > 2:
+            raise module.triton.runtime.errors.OutOfResources(2, 1, "shared memory")
+        start(self, known, kernel, *rest)
+
+    module._Schedule.start = full
+    try:
+        found = lab.facts(trial).kernels[name].config
+    finally:
+        module._Schedule.start = start
+    return found, lab.facts(trial).kernels[name].config
+
+
+def test_facts_are_of_what_found_room(interpreter: ProcessPoolExecutor) -> None:
+    found, rules = interpreter.submit(crowded, "gated_delta_net").result()
+    assert (found["num_stages"], rules["num_stages"]) == (2, 3)
 
 
 def test_facts_of_a_layer_in_kernel_form(interpreter: ProcessPoolExecutor) -> None:

@@ -206,16 +206,19 @@ def check(trial: Trial, kept: Path | None = None) -> Verdict:
 
 def refused(module: Any, trial: Trial) -> Verdict:
     """Which of the configurations that the trial asks for found no room, so that others were launched."""
-    fitted = {
-        name if keep or without_gradients(name) not in trial.forced else without_gradients(name): options
-        for (name, _, _, keep, *_), (_, options) in getattr(module, "_fitting", {}).items()
-    }
+    fitted = {alone if alone in trial.forced else name: options for name, alone, _, options in _fitted(module)}
     lacking = tuple(
         name
         for name, config in trial.forced.items()
         if any(fitted.get(name, config).get(key, value) != value for key, value in config.items())
     )
     return Verdict("no room on the device", lacking) if lacking else Verdict()
+
+
+def _fitted(module: Any) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Of each launch the kernel's name, that of what it was launched as, and the tiles and options that found room."""
+    for (name, _, _, keep, *_), (tiles, options) in getattr(module, "_fitting", {}).items():
+        yield name, name if keep else without_gradients(name), tiles, options
 
 
 def times(trial: Trial) -> Times:
@@ -238,6 +241,7 @@ def facts(trial: Trial) -> Facts:
         for work in _works(case):
             work()
         places = dict(seen)
+        fitted = {alone: (tiles, options) for _, alone, tiles, options in _fitted(module)}
         sizes = sizes_of(module, dims_at(module, case.shape[3]))
         gpu = module._capability(torch.device(case.device))
 
@@ -249,7 +253,8 @@ def facts(trial: Trial) -> Facts:
         for name, signature in module.KERNEL_SIGNATURES.items():
             if name in places:
                 kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k)))
-                constants, options = module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
+                by_the_rules = module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
+                constants, options = fitted.get(name, by_the_rules)
                 # the rules let a thread have all registers that there are, as does a configuration that says nothing
                 config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
                 if kernel in module.KERNEL_BLOCKS:

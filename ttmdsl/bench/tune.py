@@ -176,10 +176,17 @@ def _launched(plain: Trial, known: Table, settings: Settings, lab: Lab) -> tuple
     for name, own in facts.kernels.items():
         there = [e for e in known.kernels if e.place == own.place and (e.triton == own.triton or not e.narrow)]
         entries[name] = sorted(there, key=lambda e: e.us) or [own]
-    tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in entries.items()}})
-    wrong = lab.check([tuned])[0].wrong
-    if wrong:
-        raise RuntimeError(f"as the table has it: {wrong}")
+
+    def together() -> Trial:
+        return Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in entries.items()}})
+
+    verdict = lab.check([together()])[0]
+    if verdict.kernels:  # they find no room here, and are launched by the rules
+        entries.update({name: [facts.kernels[name]] for name in verdict.kernels})
+        verdict = lab.check([together()])[0]
+    if verdict.wrong:
+        raise RuntimeError(f"as the table has it: {verdict.wrong}")
+    tuned = together()
     base, found = lab.times(tuned), {}
     for name in _long(base, facts, settings):
         if name in facts.ordered:
