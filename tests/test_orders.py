@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -17,14 +19,16 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import Node
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.schedule import ORDERS, order_by
+from ttmdsl.schedule import LATE, ORDERS, order_by
 from ttmdsl.tuning import CONFIG, Entry, Table, Tables, without_gradients
+from ttmdsl.write_kernel import _when_used
 
 LAYERS = Path(__file__).parent.parent / "layers"
 
 
 def test_tables_know_the_orders_that_there_are() -> None:
-    assert CONFIG["order"] == tuple(range(1, ORDERS + 1))
+    assert CONFIG["order"] == tuple(range(1, LATE + ORDERS + 1))
+    assert LATE == ORDERS + 1
 
 
 @st.composite
@@ -76,7 +80,7 @@ def test_a_kernel_has_the_orders_that_tables_name_and_no_others() -> None:
 def test_the_text_of_a_kernel_has_its_values_in_each_order() -> None:
     plain = source("gated_delta_net", tuning.NOTHING)
     assert "ORDER" not in plain.replace("_ORDERED", "").replace('"ORDER"', "")
-    assert "_ORDERED = []" in plain
+    assert re.search(r"_ORDERED = {\s*}", plain)
     every = source("gated_delta_net", Tables(all_orders=True))
     body = every.split("def _chunk_backward_1_kernel(")[1].split("\n\n\n")[0]
     first, *others = body.split("ORDER == ")
@@ -110,8 +114,36 @@ def errors_in_each_order(layer: str, orders: Sequence[int]) -> dict[int, list[st
 
 @pytest.mark.parametrize("layer", ["gated_delta_net", "titans_linear"])
 def test_every_order_gives_the_same(layer: str, interpreter: ProcessPoolExecutor) -> None:
-    found = interpreter.submit(errors_in_each_order, layer, CONFIG["order"]).result()
-    assert found == {order: [] for order in CONFIG["order"]}
+    orders = [*range(1, LATE + 1), LATE + 3]  # loads are moved in one alike
+    found = interpreter.submit(errors_in_each_order, layer, orders).result()
+    assert found == {order: [] for order in orders}
+
+
+def test_late_loads_are_those_of_the_same_order_where_they_are_used() -> None:
+    every = source("titans_linear", Tables(all_orders=True))
+    scan = every.split("def _chunk_backward_scan_kernel(")[1].split("@_Kernel")[0]
+    ways = re.findall(r"^ {8}\w+ ORDER == (\d+):\n((?: {12}.*\n)+)", scan, re.MULTILINE)
+    bodies = {int(number): textwrap.dedent(body) for number, body in ways}
+    late = {n: body.splitlines() for n, body in bodies.items() if n > LATE and n - LATE in bodies}
+    assert late
+    for n, found in late.items():
+        early = bodies[n - LATE].splitlines()
+        assert sorted(found) == sorted(early)
+        loads = [line for line in early if re.match(r"\w+ = tl\.load", line)]
+        assert [line for line in found if line not in loads] == [line for line in early if line not in loads]
+        for line in loads:
+            after = (other for other in found[found.index(line) + 1 :] if other not in loads)
+            assert re.search(rf"\b{line.split(' ')[0]}\b", next(after))
+
+
+def test_loads_come_before_the_statement_that_uses_them_first() -> None:
+    loads = ["p = tl.zeros([P], tl.float32)", "if p_ptr is not None:", "    p = tl.load(p_ptr)"]
+    loads += ["a = tl.load(a_ptr)", "b = tl.load(b_ptr)", "c = tl.load(c_ptr)", "d = tl.load(d_ptr)"]
+    lines = ["x = p + 1", "if KEEP:", "    tl.store(y_ptr, b * x)", "z = c - b", "w = ab + a"]
+    assert _when_used(loads, lines) == [
+        *loads[:3], "x = p + 1", loads[4], "if KEEP:", "    tl.store(y_ptr, b * x)", loads[5], "z = c - b", loads[3],
+        "w = ab + a", loads[6],
+    ]  # fmt: skip
 
 
 def test_shipped_orders_are_of_kernels_that_have_them() -> None:
@@ -119,4 +151,4 @@ def test_shipped_orders_are_of_kernels_that_have_them() -> None:
     entries = [e for path in tuning.files([SHIPPED]) for e in tuning.read(path).kernels if "order" in e.config]
     assert entries
     text = source("gated_delta_net", tuning.read_all([SHIPPED]))
-    assert "_chunk_backward_1_kernel" in text.split("_ORDERED = ")[1].split("\n")[0]
+    assert "_chunk_backward_1_kernel" in text.split("_ORDERED = ")[1].split("}")[0]

@@ -22,7 +22,8 @@ from ttmdsl.bench.lab import GpuLab, Worker
 from ttmdsl.bench.subjects import Case
 from ttmdsl.bench.tune import Facts, Settings, Trial, Verdict, candidates, tune
 from ttmdsl.errors import LoadError
-from ttmdsl.tuning import CONFIG, Entry, Table, read, without_gradients
+from ttmdsl.schedule import ORDERS
+from ttmdsl.tuning import Entry, Table, read, without_gradients
 
 CASE = Case("delta_net", (8, 2048, 16, 64))
 SCAN = Entry(
@@ -54,7 +55,7 @@ class FakeLab:
     def facts(self, trial: Trial) -> Facts:
         chunk = trial.forced.get("chunk", {}).get("chunk", 64)
         kernels = {name: replace(e, tiles=(chunk, *e.tiles[1:])) for name, e in self.kernels.items()}
-        return Facts(kernels, self.forms, frozenset(kernels) - self.unordered)
+        return Facts(kernels, self.forms, dict.fromkeys(kernels.keys() - self.unordered, range(1, ORDERS + 1)))
 
     def check(self, trials: Sequence[Trial]) -> list[Verdict]:
         self.asked += trials
@@ -148,7 +149,7 @@ def test_orders_alone_are_those_of_kernels_as_tables_have_them(tmp_path: Path) -
     assert [e.us for e in table.kernels] == [70, 120]
     assert len(said) == 1
     tried = {config.get("order") for trial in fake.timed for config in trial.forced.values()}
-    assert tried == {None, *CONFIG["order"]}
+    assert tried == {None, *range(1, ORDERS + 1)}
 
 
 def test_orders_alone_of_what_finds_no_room_are_by_the_rules(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_kernels_are_measured_together_and_apart_where_that_goes_wrong(tmp_path:
     fake = FakeLab()
     tuned(fake, tmp_path / "a.json")
     rounds = max(len(candidates(e)) for e in (SCAN, MAP)) - 1
-    assert len(fake.timed) == 1 + rounds + len(CONFIG["order"])  # by the rules, and a round for each of the others
+    assert len(fake.timed) == 1 + rounds + ORDERS  # by the rules, and a round for each of the others
     assert any(len(trial.forced) == 2 for trial in fake.timed)
     fake = FakeLab()
     fake.faster = quick("map", 20, **candidates(MAP)[0])

@@ -24,6 +24,7 @@ WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
 
 ORDERS = 7  # ways to order values, whatever the peak: numbers from 1 on
+LATE = 8  # added to a scan's number where it loads each value when it is first used, not ahead of all else
 
 BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
 

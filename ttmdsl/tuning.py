@@ -35,7 +35,7 @@ CONFIG = {
     "maxnreg": (64, 80, 96, 128, 168, 255),  # most registers of a thread: 168 let three blocks of four warps be at once
     "block": (16, 32, 64, 128, 256),  # the width of the blocks that a scan's grid splits a free dim into
     "chunk": (16, 32, 64, 128),  # tokens of a unit
-    "order": (1, 2, 3, 4, 5, 6, 7),  # in which a kernel computes its values: by the numbers of schedule.py
+    "order": tuple(range(1, 16)),  # in which a kernel computes and loads its values: by the numbers of schedule.py
 }
 
 # Less than that counts where it was measured alone: some narrower blocks are miscompiled by Triton, and with fewer

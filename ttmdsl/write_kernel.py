@@ -10,7 +10,9 @@ Pointers are named by what they hold: `q_ptr` an input, `S_start_ptr` a state at
 from __future__ import annotations
 
 import functools
+import itertools
 import keyword
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -32,7 +34,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, Weight
+from ttmdsl.schedule import FULL, LATE, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -44,6 +46,9 @@ LOCALS = frozenset(
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN ORDER row head back slot inside token program"
     " step block lane here there begin fresh piece slot_0".split()
 )
+
+_NAME = re.compile(r"\b[a-zA-Z_]\w*")
+_LOAD = re.compile(r"(\w+) = tl\.load\(")
 
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
 
@@ -435,7 +440,7 @@ def write_kernel(
     """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
     that are in the inputs' dtype."""
 
-    def write(ordering: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
+    def write(number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
         text = KernelText(
             kernel.name,
             _doc(kernel),
@@ -447,11 +452,11 @@ def write_kernel(
         )
         text.signature = _signature(kernel, text.way, rounded)
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
-        printer.ordering = ordering
+        late, printer.ordering = divmod(number, LATE)
         printer.turned = turned(kernel)
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
         if kernel.kind == "scan":
-            _write_scan(kernel, writer)
+            _write_scan(kernel, writer, bool(late))
         else:
             _write_map(kernel, writer, weight)
         return text
@@ -460,13 +465,14 @@ def write_kernel(
     for number in tables.orders(text.signature):
         other = write(number, text.arguments)
         assert replace(other, body=text.body, alive=text.alive) == replace(text, others={}), kernel.name
-        if other.body != text.body:
+        if other.body not in (text.body, *text.others.values()):
             text.others[number] = other.body
     return text
 
 
-def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
-    """The text of a scan kernel: a walk over the units of one sequence and head."""
+def _write_scan(kernel: Kernel, writer: KernelWriter, late: bool = False) -> None:
+    """The text of a scan kernel: a walk over the units of one sequence and head. `late`: values are loaded when they
+    are first used, which takes fewer registers, and is slower where there are enough."""
     text, printer = writer.text, writer.printer
     role, prefix = kernel.role, PREFIX[kernel.role]
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
@@ -511,7 +517,8 @@ def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
         loads += [writer.load(leaf) for leaf in states if kernel.inner not in leaf.axes]
     found, handed = writer.handed(kernel.handed)
     text.before += found
-    text.body = [*loads, *writer.computed(kernel)]
+    computed = writer.computed(kernel)
+    text.body = _when_used(loads, computed) if late else [*loads, *computed]
     text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
     ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
     for name, value in results.items():
@@ -527,6 +534,21 @@ def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
     if text.held:  # what one unit leaves in memory, the next one finds
         text.before.append("tl.debug_barrier()")
         text.body.append("tl.debug_barrier()")
+
+
+def _when_used(loads: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """The lines, and before each statement among them those loads that it is the first to use; other lines among the
+    loads come first."""
+    known = [(line, _LOAD.match(line)) for line in loads]
+    found = [line for line, load in known if not load]
+    waiting = {load[1]: line for line, load in known if load}
+    starts = [i for i, line in enumerate(lines) if not line.startswith(" ")]
+    for start, end in itertools.pairwise([*starts, len(lines)]):
+        statement = lines[start:end]
+        used = dict.fromkeys(_NAME.findall("\n".join(statement)))
+        found += [waiting.pop(name) for name in used if name in waiting]
+        found += statement
+    return [*found, *waiting.values()]
 
 
 def moved(names: Names, new: dict[str, str]) -> list[str]:

@@ -264,5 +264,5 @@ def facts(trial: Trial) -> Facts:
             if name in places:
                 length, _, _ = module._lengths(name, sizes, case.torch_dtype, places[name][2], gpu)
                 forms[name] = entry(name, signature, {"chunk": length})
-        ordered = getattr(module, "_ORDERED", ())
-        return Facts(kernels, forms, frozenset({*ordered, *map(without_gradients, ordered)}))
+        orders = getattr(module, "_ORDERED", {})
+        return Facts(kernels, forms, {k: way for name, way in orders.items() for k in (name, without_gradients(name))})

@@ -22,7 +22,7 @@ from typing import Protocol
 from ttmdsl.bench.subjects import Case
 from ttmdsl.cache import write_atomically
 from ttmdsl.errors import LoadError
-from ttmdsl.tuning import CONFIG, Entry, Table, read
+from ttmdsl.tuning import Entry, Table, read
 
 Config = Mapping[str, int]
 # microseconds of each kernel in a forward and backward pass, and of those that have entries of their own without
@@ -44,15 +44,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a trial launches, kernels and forms whose units may have any length, by name; and those kernels that may
-    compute their values in several orders.
+    """What a trial launches, kernels and forms whose units may have any length, by name; and the orders in which
+    kernels may compute their values beside their own.
 
     Each is an `Entry`: its place, the configuration that the rules choose, and Triton's version.
     """
 
     kernels: Mapping[str, Entry]
     forms: Mapping[str, Entry]
-    ordered: frozenset[str] = frozenset()
+    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,9 @@ def _tuned(
     if wrong:
         raise RuntimeError(f"by the rules: {wrong}")
     if settings.known:
-        yield from _orders(*_launched(plain, settings.known, settings, lab), target, settings, lab, late)
+        facts = lab.facts(plain)
+        tuned, found = _launched(plain, facts, settings.known, settings, lab)
+        yield from _orders(tuned, found, facts.orders, target, settings, lab, late)
         return
     tuned = yield from _kernels(plain, target, settings, lab, late)
     for name, entry in lab.facts(plain).forms.items():
@@ -165,13 +167,13 @@ def _kernels(
         found[name], excluded = _best(entry, default, configs[name], measured[name], settings)
         yield f"{name}: {_line(found[name][0])}", Table(target, kernels=found[name], excluded=excluded)
     tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in found.items()}})
-    ordered = {name: chosen for name, chosen in found.items() if name in facts.ordered}
-    return (yield from _orders(tuned, ordered, target, settings, lab, late))
+    return (yield from _orders(tuned, found, facts.orders, target, settings, lab, late))
 
 
-def _launched(plain: Trial, known: Table, settings: Settings, lab: Lab) -> tuple[Trial, dict[str, list[Entry]]]:
-    """The trial as a table has it, and what that has of each kernel with several orders, as measured here."""
-    facts = lab.facts(plain)
+def _launched(
+    plain: Trial, facts: Facts, known: Table, settings: Settings, lab: Lab
+) -> tuple[Trial, dict[str, list[Entry]]]:
+    """The trial as a table has it, and what that has of each kernel, as measured here."""
     entries: dict[str, list[Entry]] = {}
     for name, own in facts.kernels.items():
         there = [e for e in known.kernels if e.place == own.place and (e.triton == own.triton or not e.narrow)]
@@ -189,15 +191,15 @@ def _launched(plain: Trial, known: Table, settings: Settings, lab: Lab) -> tuple
     tuned = together()
     base, found = lab.times(tuned), {}
     for name in _long(base, facts, settings):
-        if name in facts.ordered:
-            us, (first, *others) = _microseconds(base, name), entries[name]
-            found[name] = [replace(first, us=us, default_us=first.default_us or us), *others]
+        us, (first, *others) = _microseconds(base, name), entries[name]
+        found[name] = [replace(first, us=us, default_us=first.default_us or us), *others]
     return tuned, found
 
 
 def _orders(
     tuned: Trial,
     found: Mapping[str, list[Entry]],
+    orders: Mapping[str, Sequence[int]],
     target: str,
     settings: Settings,
     lab: Lab,
@@ -205,14 +207,15 @@ def _orders(
 ) -> Generator[tuple[str, Table], None, Trial]:
     """What was found out about the orders in which kernels may compute their values, launched as they are; returns the
     trial with all of them as they are fastest."""
-    orders = {
-        name: _others(chosen[0], [{**chosen[0].config, "order": n} for n in CONFIG["order"]])
+    configs = {
+        name: _others(chosen[0], [{**chosen[0].config, "order": n} for n in orders[name]])
         for name, chosen in found.items()
+        if name in orders
     }
     best: dict[str, Config] = {}
-    for name, times in _measured(tuned, orders, lab, late).items():
+    for name, times in _measured(tuned, configs, lab, late).items():
         first, *others = found[name]
-        (fastest, *_), excluded = _best(first, first.us, orders[name], times, settings)
+        (fastest, *_), excluded = _best(first, first.us, configs[name], times, settings)
         best[name] = fastest.config
         if fastest.config != first.config or excluded:
             kept = [replace(fastest, default_us=first.default_us), *others]
