@@ -9,17 +9,22 @@ more shared memory than its target has. Spilled registers are no failure: they a
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aot_matrix import OLD, VARIANTS, triton_36
 
-from ttmdsl.aot import Resources, capability, compile_all, parse_variant, table, to_json
+from ttmdsl.aot import Job, Resources, capability, compile_all, compile_kernels, parse_variant, table, to_json
 from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
 
@@ -37,72 +42,99 @@ MUON = """layer Muon {
 }"""
 
 
-def run(variant: str, heads: str, targets: str, packages: Path | None = None, *options: str) -> list[dict[str, Any]]:
-    """Compiles in a process of its own, as the command line does; `packages` is where its Triton is."""
-    paths = [str(packages)] if packages else []
-    paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(CACHE)}
-    command = [sys.executable, "-m", "ttmdsl", "aot", variant, "--heads", heads, "--targets", targets, "--json"]
-    command += options or ["--op-only"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.stdout, done.stderr[-2000:]
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    assert done.returncode == int(any(row["error"] for row in rows))
-    return rows
+class Compiler:
+    """A process in which one Triton compiles, job after job: to start one takes as long as many a job."""
+
+    def __init__(self, packages: Path | None) -> None:
+        self.packages = packages
+        self.pool = self.start()
+
+    def start(self) -> ProcessPoolExecutor:
+        before = () if self.packages is None else (str(self.packages),)
+        return ProcessPoolExecutor(1, get_context("spawn"), as_compiler, (*before,))
+
+    def version(self) -> str:
+        return self.pool.submit(triton_version).result()
+
+    def judge(self, job: Job, record_property: Any) -> None:
+        """Compiles all kernels of the job: none may fail, and what spills is listed."""
+        try:
+            rows = self.pool.submit(compile_kernels, job).result()
+        except BrokenProcessPool:
+            self.pool = self.start()
+            pytest.fail("the compiler took its process down")
+        for row in rows:
+            if row.stack:
+                record_property("spill", {"triton": "newest" if self.packages is None else OLD, **asdict(row)})
+        failures = [f"{r.kernel} D={r.head} {r.target}: {r.error}" for r in rows if r.error]
+        assert not failures, "\n".join(failures)
+        kernels = {r.kernel for r in rows}
+        assert {"_token_forward_kernel", "_token_backward_kernel"} <= kernels
+        assert all(r.registers > 0 for r in rows)
 
 
-def judge(rows: list[dict[str, Any]], record_property: Any, version: str) -> None:
-    for row in rows:
-        if row["stack"]:
-            record_property("spill", {"triton": version, **row})
-    failures = [f"{r['kernel']} D={r['head']} {r['target']}: {r['error']}" for r in rows if r["error"]]
-    assert not failures, "\n".join(failures)
-    kernels = {r["kernel"] for r in rows}
-    assert {"_token_forward_kernel", "_token_backward_kernel"} <= kernels
-    assert all(r["registers"] > 0 for r in rows)
+def as_compiler(*packages: str) -> None:
+    """Begins such a process: the Triton in `packages` comes before the environment's own."""
+    os.environ["TRITON_CACHE_DIR"] = str(CACHE)
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path[:0] = packages
+
+
+def triton_version() -> str:
+    return str(importlib.import_module("triton").__version__)
+
+
+@pytest.fixture(scope="session")
+def newest() -> Iterator[Compiler]:
+    compiler = Compiler(None)
+    yield compiler
+    compiler.pool.shutdown()
+
+
+@pytest.fixture(scope="session")
+def old() -> Iterator[Compiler]:
+    compiler = Compiler(triton_36())
+    yield compiler
+    compiler.pool.shutdown()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "head", "target"),
-    [*((v, "64", "sm_80") for v in VARIANTS), *((v, "128", "sm_90") for v in VARIANTS if v not in DEAR)],
+    [*((v, 64, "sm_80") for v in VARIANTS), *((v, 128, "sm_90") for v in VARIANTS if v not in DEAR)],
 )
-def test_newest_triton(variant: str, head: str, target: str, record_property: Any) -> None:
-    judge(run(variant, head, target), record_property, "newest")
-
-
-@pytest.fixture(scope="session")
-def old_triton() -> Path:
-    return triton_36()
+def test_newest_triton(variant: str, head: int, target: str, newest: Compiler, record_property: Any) -> None:
+    newest.judge(Job(variant, head, target, "bfloat16", around=False), record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_triton_36(variant: str, record_property: Any, old_triton: Path) -> None:
-    judge(run(variant, "64", "sm_90", old_triton), record_property, OLD)
+def test_triton_36(variant: str, old: Compiler, record_property: Any) -> None:
+    old.judge(Job(variant, 64, "sm_90", "bfloat16", around=False), record_property)
 
 
 @pytest.mark.slow
-def test_what_is_around_op_has_room(old_triton: Path) -> None:
+def test_what_is_around_op_has_room(newest: Compiler, old: Compiler) -> None:
     """The same in every layer, so of one alone."""
-    for packages in (None, old_triton):
-        rows = run("linear_attention", "60", "sm_80,sm_90", packages, "--dtype=bfloat16")
-        around = [row for row in rows if row["kernel"].startswith("_layer_")]
-        assert len(around) == 5 * 2
-        assert not any(row["error"] or row["stack"] > 64 for row in around)
+    for compiler in (newest, old):
+        for target in ("sm_80", "sm_90"):
+            rows = compiler.pool.submit(compile_kernels, Job("linear_attention", 60, target, "bfloat16")).result()
+            around = [row for row in rows if row.kernel.startswith("_layer_")]
+            assert len(around) == 5
+            assert not any(row.error or row.stack > 64 for row in around)
 
 
 @pytest.mark.slow
-def test_the_old_triton_is_the_one_that_compiles(old_triton: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(old_triton)}
-    command = [sys.executable, "-c", "import triton, torch; print(triton.__version__)"]
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip() == OLD
+def test_the_old_triton_is_the_one_that_compiles(newest: Compiler, old: Compiler) -> None:
+    assert old.version() == OLD
+    assert newest.version() == importlib.metadata.version("triton")
 
 
 @pytest.mark.slow
-def test_newton_schulz_finds_room_for_wide_tiles(tmp_path: Path, record_property: Any) -> None:
+def test_newton_schulz_finds_room_for_wide_tiles(tmp_path: Path, newest: Compiler, record_property: Any) -> None:
     (tmp_path / "muon.ttm").write_text(MUON)
-    judge(run(str(tmp_path / "muon.ttm"), "128", "sm_80"), record_property, "newest")  # which has less
+    job = Job(str(tmp_path / "muon.ttm"), 128, "sm_80", "bfloat16", around=False)  # which has less
+    newest.judge(job, record_property)
 
 
 # ---- the command --------------------------------------------------------------------------------------------
