@@ -33,13 +33,13 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton interprets its kernels: it reads TRITON_INTERPRET where they are defined."""
-    from ttmdsl.interpreted import fill_what_is_empty
+    from ttmdsl.interpreted import fill_what_is_empty, lighten
 
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=fill_what_is_empty) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
-            pool.submit(os.getpid).result()  # the process starts with the environment of this moment
+            pool.submit(lighten).result()  # the process starts with the environment of this moment
         yield pool
 
 

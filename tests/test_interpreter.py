@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -142,6 +143,44 @@ def test_the_interpreters_bfloat16_is_mended(interpreter: ProcessPoolExecutor) -
     error, rounding, restored = interpreter.submit(product).result()
     assert error < 1e-5
     assert rounding == 0
+    assert restored
+
+
+def replaced() -> tuple[int, int, bool]:
+    """How often Triton's operations are replaced for a kernel, and for one that calls a function twice; and whether
+    they are back in their places. In the other process."""
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    @triton.jit
+    def twice(x):  # type: ignore[no-untyped-def]
+        return x + x
+
+    globals()["twice"] = twice  # where an interpreted kernel looks for names
+
+    @triton.jit
+    def plain(y_ptr):  # type: ignore[no-untyped-def]
+        tl.store(y_ptr, tl.load(y_ptr) * 4)
+
+    @triton.jit
+    def calling(y_ptr):  # type: ignore[no-untyped-def]
+        tl.store(y_ptr, twice(twice(tl.load(y_ptr))))
+
+    counts = []
+    for kernel in (plain, calling):
+        y = torch.ones(1)
+        with mock.patch.object(interpreter, "_patch_builtin", side_effect=interpreter._patch_builtin) as replace:
+            kernel[(1,)](y)
+        assert y.item() == 4
+        counts.append(replace.call_count)
+    return counts[0], counts[1], tl.core.is_builtin(tl.load)
+
+
+def test_what_a_kernel_calls_replaces_nothing_anew(interpreter: ProcessPoolExecutor) -> None:
+    plain, calling, restored = interpreter.submit(replaced).result()
+    assert 0 < calling == plain
     assert restored
 
 

@@ -58,6 +58,9 @@ def _build(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where the kernels are defined, at import
+        from ttmdsl.interpreted import lighten
+
+        lighten()
     from rich.console import Console
     from rich.progress import track
 

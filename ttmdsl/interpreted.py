@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,22 @@ def rounded() -> Iterator[None]:
         yield
     finally:
         InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = dot, trunc
+
+
+def lighten() -> None:
+    """From now on in this process the interpreter puts its own operations in place of Triton's once for a kernel, not
+    again for each function that a kernel calls, which takes a fifth to a third of the time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+    kept = SimpleNamespace(restore=lambda: None)
+
+    def once(fn: Any) -> Any:
+        known = [module for module in fn.__globals__.values() if module is tl or module is tl.core]
+        return replace(fn) if any(tl.core.is_builtin(module.load) for module in known) else kept
+
+    interpreter._patch_lang = once
 
 
 def fill_what_is_empty() -> None:

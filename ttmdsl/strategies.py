@@ -415,9 +415,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where the kernels are defined, at import
-        from ttmdsl.interpreted import fill_what_is_empty
+        from ttmdsl.interpreted import fill_what_is_empty, lighten
 
         fill_what_is_empty()
+        lighten()
     failed = 0
     start = time.time()
     for number, text in enumerate(distinct(arguments.count, arguments.seed)):
