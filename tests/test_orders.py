@@ -139,10 +139,10 @@ def test_late_loads_are_those_of_the_same_order_where_they_are_used() -> None:
 def test_loads_come_before_the_statement_that_uses_them_first() -> None:
     loads = ["p = tl.zeros([P], tl.float32)", "if p_ptr is not None:", "    p = tl.load(p_ptr)"]
     loads += ["a = tl.load(a_ptr)", "b = tl.load(b_ptr)", "c = tl.load(c_ptr)", "d = tl.load(d_ptr)"]
-    lines = ["x = p + 1", "if KEEP:", "    tl.store(y_ptr, b * x)", "z = c - b", "w = ab + a"]
+    kept = ["if KEEP:", "    tl.store(y_ptr, b * x)", "else:", "    tl.store(y_ptr, x)"]
+    lines = ["x = p + 1", *kept, "z = c - b", "w = ab + a"]
     assert _when_used(loads, lines) == [
-        *loads[:3], "x = p + 1", loads[4], "if KEEP:", "    tl.store(y_ptr, b * x)", loads[5], "z = c - b", loads[3],
-        "w = ab + a", loads[6],
+        *loads[:3], "x = p + 1", loads[4], *kept, loads[5], "z = c - b", loads[3], "w = ab + a", loads[6],
     ]  # fmt: skip
 
 

@@ -542,7 +542,7 @@ def _when_used(loads: Sequence[str], lines: Sequence[str]) -> list[str]:
     known = [(line, _LOAD.match(line)) for line in loads]
     found = [line for line, load in known if not load]
     waiting = {load[1]: line for line, load in known if load}
-    starts = [i for i, line in enumerate(lines) if not line.startswith(" ")]
+    starts = [i for i, line in enumerate(lines) if not line.startswith((" ", "else:", "elif "))]
     for start, end in itertools.pairwise([*starts, len(lines)]):
         statement = lines[start:end]
         used = dict.fromkeys(_NAME.findall("\n".join(statement)))
