@@ -545,8 +545,8 @@ def _when_used(loads: Sequence[str], lines: Sequence[str]) -> list[str]:
     starts = [i for i, line in enumerate(lines) if not line.startswith((" ", "else:", "elif "))]
     for start, end in itertools.pairwise([*starts, len(lines)]):
         statement = lines[start:end]
-        used = dict.fromkeys(_NAME.findall("\n".join(statement)))
-        found += [waiting.pop(name) for name in used if name in waiting]
+        used = {*_NAME.findall("\n".join(statement))}
+        found += [waiting.pop(name) for name in [*waiting] if name in used]
         found += statement
     return [*found, *waiting.values()]
 
