@@ -51,7 +51,7 @@ class Compiler:
 
     def start(self) -> ProcessPoolExecutor:
         before = () if self.packages is None else (str(self.packages),)
-        return ProcessPoolExecutor(1, get_context("spawn"), as_compiler, (*before,))
+        return ProcessPoolExecutor(1, get_context("spawn"), as_compiler, before)
 
     def version(self) -> str:
         return self.pool.submit(triton_version).result()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ttmdsl import tuning
 from ttmdsl.builder import Builder
 from ttmdsl.ir import Node
+from ttmdsl.lower import Lowered
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
 from ttmdsl.schedule import LATE, ORDERS, order_by
@@ -55,13 +56,17 @@ def test_every_order_has_each_value_once_and_after_what_it_takes(drawn: tuple[li
     assert all(place[a] < place[node] for node in found for a in node.args if a in place)
 
 
+def lowered(layer: str) -> Lowered:
+    text = (LAYERS / f"{layer}.ttm").read_text(encoding="utf-8")
+    found: Lowered = run(text, layer, {}, Options(cache=Path()), after="lower").done["lower"]
+    return found
+
+
 def source(layer: str, tables: Tables) -> str:
     """The text of the Triton backend, with what these tables say."""
     from ttmdsl.emit_triton import emit_triton
 
-    text = (LAYERS / f"{layer}.ttm").read_text(encoding="utf-8")
-    lowered = run(text, layer, {}, Options(cache=Path()), after="lower").done["lower"]
-    return emit_triton(lowered, tables)
+    return emit_triton(lowered(layer), tables)
 
 
 def entry(kernel: str, **config: int) -> Entry:
@@ -89,6 +94,21 @@ def test_the_text_of_a_kernel_has_its_values_in_each_order() -> None:
     counts = {part.count("_tile_dot(") for part in (*others[:-1], *others[-1].split("else:\n"))}
     assert len(counts) == 1  # each computes the same
     assert len({part.split(":\n", 1)[-1] for part in others}) == len(others)  # none twice
+
+
+def test_an_order_is_the_same_whichever_others_tables_name() -> None:
+    from ttmdsl.emit_triton import write_forms
+
+    programs = lowered("dplr")
+    chunk, *_ = write_forms(programs, Tables(all_orders=True))
+    alike = 0
+    for number in range(1, ORDERS + 1):
+        alone = [entry(k.signature, order=number) for k in chunk.kernels()]
+        found, *_ = write_forms(programs, Tables({90: Table("sm_90", alone)}))
+        for mine, every in zip(found.kernels(), chunk.kernels(), strict=True):
+            assert mine.others.get(number) == every.others.get(number)
+            alike += sum(body == mine.others.get(number) for body in every.others.values()) > 1
+    assert alike  # some orders give the same text, and each is there
 
 
 def errors_in_each_order(layer: str, orders: Sequence[int]) -> dict[int, list[str]]:

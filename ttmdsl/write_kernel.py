@@ -463,9 +463,11 @@ def write_kernel(
 
     text = write()
     for number in tables.orders(text.signature):
+        if kernel.kind == "map" and number >= LATE:
+            continue  # it loads where it uses in every order
         other = write(number, text.arguments)
         assert replace(other, body=text.body, alive=text.alive) == replace(text, others={}), kernel.name
-        if other.body not in (text.body, *text.others.values()):
+        if other.body != text.body:
             text.others[number] = other.body
     return text
 

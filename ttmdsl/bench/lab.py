@@ -253,8 +253,8 @@ def facts(trial: Trial) -> Facts:
         for name, signature in module.KERNEL_SIGNATURES.items():
             if name in places:
                 kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k)))
-                by_the_rules = module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
-                constants, options = fitted.get(name, by_the_rules)
+                chosen = fitted.get(name) or module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
+                constants, options = chosen
                 # the rules let a thread have all registers that there are, as does a configuration that says nothing
                 config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
                 if kernel in module.KERNEL_BLOCKS:
