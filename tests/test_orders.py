@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from ttmdsl import tuning
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Node
+from ttmdsl.ir import TOKEN_AXES, Node, is_matmul, reachable
 from ttmdsl.lower import Lowered
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.schedule import LATE, ORDERS, order_by
+from ttmdsl.schedule import LATE, ORDERS, order_by, wide_last
 from ttmdsl.tuning import CONFIG, Entry, Table, Tables, without_gradients
 from ttmdsl.write_kernel import _when_used
 
@@ -73,6 +73,45 @@ def entry(kernel: str, **config: int) -> Entry:
     return Entry(kernel, (64, 64, 64), 2, 128, config, triton="3.6.0")
 
 
+@st.composite
+def products(draw: st.DrawFn) -> list[Node]:
+    """Products of tokens by tokens, of tokens by a dim and of states, of one another, operands first."""
+    b = Builder(("i", "j"))
+    state = b.leaf("carry", "S", ("i", "j"))
+    wide = [b.leaf("token", name, ("t", "i")) for name in "qk"]
+    square: list[Node] = [b.leaf("saved", "w", ("t", "s"))]
+    made: list[Node] = []
+    for _ in range(draw(st.integers(1, 12))):
+        x, y = (draw(st.sampled_from(wide)) for _ in range(2))
+        match draw(st.sampled_from(["square", "wide", "state", "sum"])):
+            case "square" if x.axes == y.axes:
+                square.append(b.contract(x, b.rename(y, "t", "s"), {x.axes[1]}))
+                made.append(square[-1])
+            case "wide":
+                wide.append(b.contract(draw(st.sampled_from(square)), b.rename(x, "t", "s"), {"s"}))
+                made.append(wide[-1])
+            case "state" if x.axes[1] == "i":
+                wide.append(b.contract(x, state, {"i"}))
+                made.append(wide[-1])
+            case "sum" if x.axes == y.axes:
+                wide.append(b.add(x, y))
+                made.append(wide[-1])
+    return [n for n in reachable(made) if n.op not in ("leaf", "const")]
+
+
+@settings(deadline=None, max_examples=200)
+@given(products())
+def test_a_product_of_tokens_by_a_dim_is_the_last_if_it_can_be(nodes: list[Node]) -> None:
+    found = wide_last(nodes, lambda n: n.args)
+    assert sorted(n.id for n in found) == sorted(n.id for n in nodes)
+    place = {n: i for i, n in enumerate(found)}
+    assert all(place[a] < i for n, i in place.items() for a in n.args if a in place)
+    rows = [n for n in found if is_matmul(n) and n.axes[0] in TOKEN_AXES]
+    square = [n for n in rows if n.axes[1] in TOKEN_AXES]
+    if rows and rows[-1] in square:
+        assert all(any(n in reachable([s]) for s in square) for n in rows if n not in square)
+
+
 def test_a_kernel_has_the_orders_that_tables_name_and_no_others() -> None:
     mine = [entry("k", num_warps=4, order=5), entry(without_gradients("k"), num_warps=4, order=2), entry("l", order=7)]
     tables = Tables({90: Table("sm_90", mine), 80: Table("sm_80", [entry("k", order=5), entry("k", num_warps=8)])})
@@ -94,6 +133,13 @@ def test_the_text_of_a_kernel_has_its_values_in_each_order() -> None:
     counts = {part.count("_tile_dot(") for part in (*others[:-1], *others[-1].split("else:\n"))}
     assert len(counts) == 1  # each computes the same
     assert len({part.split(":\n", 1)[-1] for part in others}) == len(others)  # none twice
+
+
+@pytest.mark.parametrize(("layer", "few"), [("dla", True), ("gated_delta_net", False)])
+def test_units_of_few_tokens_end_with_a_wide_product(layer: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = source(layer, tuning.NOTHING)
+    monkeypatch.setattr("ttmdsl.print_triton.wide_last", lambda order, operands: order)
+    assert (source(layer, tuning.NOTHING) != text) is few
 
 
 def test_an_order_is_the_same_whichever_others_tables_name() -> None:

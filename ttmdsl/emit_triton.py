@@ -15,7 +15,7 @@ from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Division, Plan, plan, walks_at
 from ttmdsl.replay import replay
-from ttmdsl.schedule import FULL, Weight, weights
+from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
 from ttmdsl.templates import render
@@ -129,7 +129,7 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
     for name, form in chunks:
         found = plan(name, form, tokens, division)
         division = found.division
-        texts.append(_form_texts(spec, found, weights(tokens), tables))
+        texts.append(_form_texts(spec, found, tokens, tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
     scan = write_kernel(spec, token, FULL)
@@ -143,12 +143,12 @@ def write_staged(lowered: Lowered) -> StageTexts | None:
     return write_stages(lowered.rule.spec, found) if found else None
 
 
-def _form_texts(spec: LayerSpec, p: Plan, weight: Weight, tables: Tables) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTexts:
     b = p.forward[0].program.builder
-    rounded = p.rounded()
+    rounded, weight = p.rounded(), weights(tokens)
 
     def write(k: Kernel) -> KernelText:
-        return write_kernel(spec, k, weight, rounded, tables)
+        return write_kernel(spec, k, weight, rounded, tables, tokens)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}

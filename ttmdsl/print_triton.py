@@ -13,7 +13,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import PAST, TOKEN_AXES, UNIT_AXES, Axes, Node, base_dim, constant, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
-from ttmdsl.schedule import Weight, order_by, peak, with_loads
+from ttmdsl.schedule import Weight, order_by, peak, wide_last, with_loads
 
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
@@ -57,6 +57,7 @@ class TritonPrinter(Printer):
         self.place: dict[Node, int] = {}  # an order that may be the best
         self.ordering = 0  # the number of the order, of least peak if 0
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
+        self.few = False  # whether a unit has fewer tokens than `ROWS`
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
         def loaded(n: Node) -> bool:
@@ -68,6 +69,7 @@ class TritonPrinter(Printer):
             place[n] = max(self.place.get(n, -1), *(place.get(a, -1) for a in self.operands(n)), -1)
         rest.sort(key=place.__getitem__)
         computed = order_by(self.ordering, rest, kept, self.operands, self.weight, loaded)
+        computed = wide_last(computed, self.operands) if self.few else computed
         # a root may be loaded, too, and no operand of anything
         best = list(dict.fromkeys([*with_loads(computed, self.operands, loaded), *nodes]))
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))

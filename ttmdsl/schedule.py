@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from ttmdsl.ir import DECAYED, PAST, UNIT_AXES, Node
+from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Node, is_matmul
 
 Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
@@ -26,6 +26,7 @@ WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 ORDERS = 7  # ways to order values, whatever the peak: numbers from 1 on
 LATE = 8  # added to a scan's number where it loads each value when it is first used, not ahead of all else
 
+ROWS = 64  # of a product that four warps compute
 BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
 
 
@@ -97,6 +98,26 @@ def order_by(
     if not number:
         return best_order(nodes, kept, operands, weight, loaded)
     return [nodes[i] for i in Work(nodes, kept, operands, weight, loaded).order(number)]
+
+
+def wide_last(order: Sequence[Node], operands: Operands) -> list[Node]:
+    """The order with a product of tokens by a dim as the last of those that have tokens as rows, not one of tokens by
+    tokens, if one needs none of these.
+
+    Of products with fewer rows than `ROWS` the last decides how Triton lays out all that are connected with it: a
+    square one along rows, of which every warp then computes all.
+    """
+    products = [n for n in order if is_matmul(n) and n.axes[0] in TOKEN_AXES]
+    square = {n for n in products if n.axes[1] in TOKEN_AXES}
+    if products and products[-1] in square:
+        for wide in reversed([n for n in products if n not in square]):
+            later = {wide}
+            for n in order:
+                if not later.isdisjoint(operands(n)):
+                    later.add(n)
+            if later.isdisjoint(square):
+                return [n for n in order if n not in later] + [n for n in order if n in later]
+    return [*order]
 
 
 def wider_order(

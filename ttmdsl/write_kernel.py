@@ -34,7 +34,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, LATE, Weight
+from ttmdsl.schedule import FULL, LATE, ROWS, Weight
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -435,10 +435,15 @@ def turned(kernel: Kernel) -> set[Node]:
 
 
 def write_kernel(
-    spec: LayerSpec, kernel: Kernel, weight: Weight, rounded: Container[Node] = (), tables: Tables = NOTHING
+    spec: LayerSpec,
+    kernel: Kernel,
+    weight: Weight,
+    rounded: Container[Node] = (),
+    tables: Tables = NOTHING,
+    tokens: int = ROWS,
 ) -> KernelText:
     """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
-    that are in the inputs' dtype."""
+    that are in the inputs' dtype; `tokens`: of a unit."""
 
     def write(number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
         text = KernelText(
@@ -453,7 +458,7 @@ def write_kernel(
         text.signature = _signature(kernel, text.way, rounded)
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
         late, printer.ordering = divmod(number, LATE)
-        printer.turned = turned(kernel)
+        printer.turned, printer.few = turned(kernel), tokens < ROWS
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
         if kernel.kind == "scan":
             _write_scan(kernel, writer, bool(late))
