@@ -10,16 +10,35 @@ from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import replace
 
-from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, is_large, is_matmul, is_product, nearest, reachable, users
+from ttmdsl.ir import (
+    DEAR,
+    ELEMENTWISE,
+    TOKEN_AXES,
+    Node,
+    Program,
+    is_large,
+    is_matmul,
+    is_product,
+    nearest,
+    reachable,
+    users,
+)
 from ttmdsl.kernels import Kernel
 
+STEPS = 4  # values of single elements that a tile takes
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input
 
 
 def prologue(
-    name: str, program: Program, roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]
+    name: str,
+    program: Program,
+    roots: Iterable[Node],
+    chained: set[Node],
+    given: tuple[Node, ...],
+    loads: bool = False,
 ) -> Kernel | None:
-    """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear."""
+    """A kernel for what a scan needs that is free of its chain, wherever that takes a product or something dear; for a
+    scan that `loads` rather than computes, also wherever it takes `STEPS`."""
     nodes = reachable(roots, set(given))
     chain = [n for n in nodes if n in chained and n not in given]
     border = {a: _sources(a, given) for n in chain for a in n.args if a not in chained and a.axes}
@@ -35,6 +54,9 @@ def prologue(
     for n, found in sources.items():
         if n in large or n in saves:
             continue
+        if loads and n.op in ELEMENTWISE and not set(n.axes) <= set(TOKEN_AXES) and _steps(n, given) >= STEPS:
+            saves[n] = None
+            continue
         # the products that a value needs are saved; or itself, if it alone needs them: several, or one for weights
         alone = n.op != "rename" and all(uses[s] == 1 for s in found)
         weights = len(found) == 1 and set(n.axes) <= set(TOKEN_AXES)
@@ -45,6 +67,13 @@ def prologue(
         held = {*given, *saves, *chained}
         saves.update((s, None) for n in chain for a in n.args for s in nearest(a, _sums_tokens, held.__contains__))
     return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
+
+
+def shared_products(free: Kernel, later: Iterable[Node], given: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The products of tokens that a kernel finds on its way, does not save, and later ones take, too."""
+    have = {*given, *free.saves}
+    found = {n for n in free.nodes if is_product(n) and not is_large(n) and n not in have}
+    return tuple(n for n in reachable(later, have) if n in found)
 
 
 def needs_dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...]) -> bool:
@@ -98,6 +127,15 @@ def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
 def _sources(node: Node, given: tuple[Node, ...]) -> list[Node]:
     """The products of tiles, and other dear values, that a value follows from without another product."""
     return nearest(node, lambda n: n.op in DEAR or is_product(n), given.__contains__)
+
+
+def _steps(node: Node, given: tuple[Node, ...]) -> int:
+    """How many tiles of tokens a value takes of work on single elements, itself included, from products and what is
+    given on."""
+    ends = {*given, *_sources(node, given)}
+    return sum(
+        len(n.axes) == 2 and not is_large(n) and n.op in ELEMENTWISE for n in reachable([node], ends) if n not in ends
+    )
 
 
 def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:

@@ -32,7 +32,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ttmdsl.ahead import needs_dear, prologue, scaled, weighs, weights_alone, worth_saving
+from ttmdsl.affine import affine
+from ttmdsl.ahead import needs_dear, prologue, scaled, shared_products, weighs, weights_alone, worth_saving
 from ttmdsl.associate import associated
 from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.gather import gathered
@@ -135,19 +136,23 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
         before = weights_alone(before)
     saved = before.saves if before else ()
     passed = _passed(_scans(scan, saved, weight))
-    ways: list[tuple[float, tuple[Node, ...], list[Kernel], list[Kernel], Division]] = []
-    for program, doubt in _backward_programs(form):
-        shared, later = division, [*program.outputs.values(), *read_later]
+    ways: list[tuple[float, list[Kernel], list[Kernel], Division]] = []
+    # where kernels walk over blocks, what few steps take costs more than they spare (measured)
+    chain = form.backward if form.backward.inner else affine(form.backward)
+    for program, doubt in _programs(chain):
+        divisions = [division, division]
+        later = [*program.outputs.values(), *read_later]
         saving = (worth_saving(form.forward, ends, later, (*saved, *passed), chained, least) for least in (1, 2))
         for cuts in dict.fromkeys(saving):
             scans = _scans(replace(scan, saves=cuts), saved, weight)
             have = (*saved, *_passed(scans), *cuts)
-            # the second way keeps the first's division, which takes long to find
-            price, kernels, shared = _backward(name, program, have, weight, shared)
-            price = doubt * price + sum(SCAN * cost(k, FULL) for k in kernels if k.kind == "scan")
-            price += spilled_at_128(kernels, weight) + len(cuts)  # what is saved is written once, too
-            ways.append((price, cuts, scans, kernels, shared))
-    _, _, scans, backward, division = min(ways, key=lambda way: way[0])
+            for i, free in enumerate(_before(name, program, have, chain is not form.backward)):
+                # the second cuts keep the first's division, which takes long to find
+                price, kernels, divisions[i] = _backward(name, program, free, have, weight, divisions[i])
+                price = doubt * price + sum(SCAN * cost(k, FULL) for k in kernels if k.kind == "scan")
+                price += spilled_at_128(kernels, weight) + len(cuts)  # what is saved is written once, too
+                ways.append((price, scans, kernels, divisions[i]))
+    _, scans, backward, division = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
     if apart:
@@ -172,11 +177,11 @@ def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:
     return [replace(k, program=program) for k in found]
 
 
-def _backward_programs(form: Form) -> list[tuple[Program, float]]:
+def _programs(backward: Program) -> list[tuple[Program, float]]:
     """The backward program, and the same with sums by other ways, where these are shorter; beside each how much more
     its maps may cost than they seem to."""
-    other = associated(form.backward)
-    return [(form.backward, 1.0)] if other is form.backward else [(form.backward, 1.0), (other, DOUBT)]
+    other = associated(backward)
+    return [(backward, 1.0)] if other is backward else [(backward, 1.0), (other, DOUBT)]
 
 
 def _states(roots: Iterable[Node]) -> tuple[str, ...]:
@@ -190,18 +195,37 @@ def _always(scans: Iterable[Kernel], read: Iterable[Node]) -> list[Kernel]:
     return [replace(k, across=k.across | (needed & {*k.saves, *k.leaves()})) for k in scans]
 
 
+def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> list[Kernel | None]:
+    """The kernel before the backward scan, if it wants one. Where the scan has `few` steps, or goes in rounds, it loads
+    rather than computes: then also the same kernel that saves products which maps take, too."""
+    handed = program.ends()
+    found = functools.partial(
+        prologue, f"_{name}_backward_free", program, handed.values(), tied(program, "cocarry"), saved
+    )
+    free = found()
+    scan = Kernel("", "scan", program, True, (), tuple(handed.items()))
+    in_rounds = program.inner and _placed(scan, (*saved, *(free.saves if free else ()))).blocked != program.inner
+    if not (few or in_rounds):
+        return [free]
+    free = found(loads=True)
+    gradients = [v for k, v in program.outputs.items() if k.startswith("d:")]
+    products = shared_products(free, gradients, saved) if free else ()
+    return [free, replace(free, saves=(*free.saves, *products))] if free and products else [free]
+
+
 def _backward(
     name: str,
     program: Program,
+    free: Kernel | None,
     saved: tuple[Node, ...],
     weight: Weight,
     division: Division,
 ) -> tuple[float, list[Kernel], Division]:
-    """The kernels of the backward pass, given what the forward one saves; before them what all but the scan cost."""
+    """The kernels of the backward pass, given what the forward one saves and the kernel before its scan; before them
+    what all but the scan cost."""
     handed = program.ends()
     gradients = {k[2:]: v for k, v in program.outputs.items() if k.startswith("d:")}
     d_ends, chained = list(handed.values()), tied(program, "cocarry")
-    free = prologue(f"_{name}_backward_free", program, d_ends, chained, saved)
     price, kernels = staged(free, weight) if free else (0.0, [])
     saved += free.saves if free else ()
     cuts = worth_saving(program, d_ends, gradients.values(), saved, chained, 1)
