@@ -20,7 +20,7 @@ from ttmdsl.loader import read
 from ttmdsl.lower import Form
 from ttmdsl.options import Options
 from ttmdsl.pipeline import run
-from ttmdsl.plan import Plan, free_axis, plan, split, steep
+from ttmdsl.plan import Plan, free_axis, plan, split, steep, walks_at
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.staging import cost, ordered, peak_of_loads, spilled_at_128, staged
 from ttmdsl.write_kernel import saved_name, turned
@@ -244,6 +244,23 @@ def test_the_backward_pass_saves_nothing_again_that_it_took(form: Form, found: P
     for kernel in found.backward:
         taken |= named(kernel, kernel.given) & before
         assert not taken & named(kernel, kernel.saves)
+
+
+@pytest.mark.parametrize("name", ["omega_net", "trellis"])
+def test_gradients_of_gates_take_products_that_are_shared_as_they_are(name: str) -> None:
+    """They are small differences of sums over tiles: in half precision little of some would be left."""
+    found = plan("chunk", forms(name, {})["chunk"], 16)
+    walks = walks_at(k.kind for k in found.backward)
+    used = {n for k in found.backward[walks] for n in k.given}
+    shared = {n for k in found.backward[: walks.start] for n in k.saves if is_product(n)} - used
+    taken = set()
+    for kernel in found.backward[walks.stop :]:
+        gates = [v for _, v in kernel.outputs if len(v.axes) < 2]
+        nodes = reachable(gates, kernel.given)
+        here = shared.intersection(a for n in nodes if not is_product(n) and n not in kernel.given for a in n.args)
+        assert here <= kernel.exact
+        taken |= here
+    assert taken
 
 
 @pytest.mark.parametrize("name", ["gla", "gsa", "dplr", "rwkv7"])

@@ -6,8 +6,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
 - Forward is one scan. What is free of the carry and dear (a triangular inverse, products under decays per channel,
   tokens scaled by these), or weights of tokens that take several products, is computed for all chunks at once before
   it, and saved for the backward pass.
-- Backward is split by dependence: a scan for the cotangents of the carries alone, then kernels that run for all chunks
-  at once and share the gradients of the inputs among them.
+- Backward is split by dependence: a scan for the cotangents of the carries alone, in few steps where that spares many
+  (affine.py), then kernels that run for all chunks at once and share the gradients of the inputs among them.
 - Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py);
   those of one kernel that share a tile are one, where they go the same ways (gather.py).
 - Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
@@ -136,7 +136,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
         before = weights_alone(before)
     saved = before.saves if before else ()
     passed = _passed(_scans(scan, saved, weight))
-    ways: list[tuple[float, list[Kernel], list[Kernel], Division]] = []
+    ways: list[tuple[float, list[Kernel], list[Kernel], Division, frozenset[Node]]] = []
     # where kernels walk over blocks, what few steps take costs more than they spare (measured)
     chain = form.backward if form.backward.inner else affine(form.backward)
     for program, doubt in _programs(chain):
@@ -151,15 +151,15 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
                 price, kernels, divisions[i] = _backward(name, program, free, have, weight, divisions[i])
                 price = doubt * price + sum(SCAN * cost(k, FULL) for k in kernels if k.kind == "scan")
                 price += spilled_at_128(kernels, weight) + len(cuts)  # what is saved is written once, too
-                ways.append((price, scans, kernels, divisions[i]))
-    _, scans, backward, division = min(ways, key=lambda way: way[0])
+                ways.append((price, scans, kernels, divisions[i], free.exact if free else frozenset()))
+    _, scans, backward, division, exact = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
     if apart:
         scans = _always(scans, y.values())
         scans += staged(read.giving((*saved, *(n for k in scans for n in k.saves))), weight)[1]
     found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), parts, division)
-    found = _exactly(found, frozenset(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
+    found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if steep(form.forward) else found
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
@@ -210,7 +210,12 @@ def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> 
     free = found(loads=True)
     gradients = [v for k, v in program.outputs.items() if k.startswith("d:")]
     products = shared_products(free, gradients, saved) if free else ()
-    return [free, replace(free, saves=(*free.saves, *products))] if free and products else [free]
+    if free is None or not products:
+        return [free]
+    # gates' gradients are small differences of sums over tiles
+    gates = reachable([v for v in gradients if len(v.axes) < 2], {*saved, *products})
+    exact = frozenset(a for n in gates if not is_product(n) for a in n.args).intersection(products)
+    return [free, replace(free, saves=(*free.saves, *products), exact=exact)]
 
 
 def _backward(
