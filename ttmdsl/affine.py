@@ -13,16 +13,17 @@ from typing import TypeAlias
 
 from ttmdsl.ir import (
     REDUCING,
-    TOKEN_AXES,
     Axes,
     Node,
     Program,
     addends,
     constant,
-    depends_on,
+    has_dim,
     is_large,
+    is_token_tile,
     is_zero,
     reachable,
+    tied,
 )
 
 # A coefficient: for each product of factors that vary along a dim, what it is multiplied by, which does not.
@@ -42,7 +43,7 @@ class _Chain:
     def __init__(self, program: Program) -> None:
         self.b = program.builder
         self.ends = program.ends()
-        self.bound = depends_on(self.ends.values(), [n for n in program.leaves() if n.role == "cocarry"])
+        self.bound = tied(program, "cocarry", self.ends.values())
         self.one = self.b.const(1.0)
         self.uses = Counter(a for n in self.bound for a in n.args)
         self.forms: dict[Node, Form] = {}
@@ -92,7 +93,7 @@ class _Chain:
         for atom, c in y[0].items():
             here = found.setdefault(atom, {})
             for wide, narrow in c.items():
-                here[wide] = self.b.add(here[wide], narrow) if wide in here else narrow
+                self.put(here, wide, narrow)
         return found, y[1] if x[1] is None else x[1] if y[1] is None else self.b.add(x[1], y[1])
 
     def scaled(self, form: Form, factor: Node) -> Form | None:
@@ -138,14 +139,18 @@ class _Chain:
             if n.op != "add":
                 return False
             parts = addends(n, lambda f: f.op not in ("add", "mul", "neg", "expand"))
-            return all(any(map(_varies, fs)) and all(map(_varies, fs)) for _, fs in parts)
+            return all(any(map(has_dim, fs)) and all(map(has_dim, fs)) for _, fs in parts)
 
         found: Coefficient = {}
         for number, fs in addends(node, whole):
-            wide = tuple(sorted((f for f in fs if _varies(f)), key=lambda f: f.id))
-            narrow = self.b.product([self.b.const(number), *(f for f in fs if not _varies(f))])
-            found[wide] = self.b.add(found[wide], narrow) if wide in found else narrow
+            wide = tuple(sorted((f for f in fs if has_dim(f)), key=lambda f: f.id))
+            narrow = self.b.product([self.b.const(number), *(f for f in fs if not has_dim(f))])
+            self.put(found, wide, narrow)
         return found
+
+    def put(self, found: Coefficient, wide: tuple[Node, ...], narrow: Node) -> None:
+        """Adds a term to a coefficient."""
+        found[wide] = self.b.add(found[wide], narrow) if wide in found else narrow
 
     def times(self, x: Coefficient, y: Coefficient) -> Coefficient:
         found: Coefficient = {}
@@ -153,7 +158,7 @@ class _Chain:
             for b, d in y.items():
                 wide = tuple(sorted((*a, *b), key=lambda f: f.id))
                 narrow = self.b.mul(c, d)
-                found[wide] = self.b.add(found[wide], narrow) if wide in found else narrow
+                self.put(found, wide, narrow)
         if len(found) > MOST:
             return {(self.value(found),): self.one}
         return found
@@ -201,24 +206,15 @@ class _Chain:
         return atom if bare is self.one else self.b.make("mul", (bare, atom), (*bare.axes, *atom.axes))
 
 
-def _varies(node: Node) -> bool:
-    """Whether a value varies along a dim."""
-    return not set(node.axes) <= set(TOKEN_AXES)
-
-
 def work(program: Program) -> int:
     """What a unit of the chain takes beside its products: values of single elements, or their sums, as large as its
     tokens times a dim; and tiles that are free of it, of which each is loaded or made."""
-    chain = depends_on(program.ends().values(), [n for n in program.leaves() if n.role == "cocarry"])
+    chain = tied(program, "cocarry", program.ends().values())
     here = [n for n in chain if n.op not in ("leaf", "expand", "rename")]
-    tiles = [n for n in here if _of_tokens(n) and n.op not in REDUCING]
-    sums = [n for n in here if n.op in REDUCING and len(n.axes) < 2 and any(map(_of_tokens, n.args))]
+    tiles = [n for n in here if is_token_tile(n) and n.op not in REDUCING]
+    sums = [n for n in here if n.op in REDUCING and len(n.axes) < 2 and any(map(is_token_tile, n.args))]
     free = {a for n in here for a in n.args if a not in chain and len(a.axes) == 2 and constant(a) is None}
     return len(tiles) + len(sums) + LOAD * len(free)
-
-
-def _of_tokens(node: Node) -> bool:
-    return len(node.axes) == 2 and not is_large(node)
 
 
 def affine(program: Program) -> Program:

@@ -16,9 +16,11 @@ from ttmdsl.ir import (
     TOKEN_AXES,
     Node,
     Program,
+    has_dim,
     is_large,
     is_matmul,
     is_product,
+    is_token_tile,
     nearest,
     reachable,
     users,
@@ -54,12 +56,12 @@ def prologue(
     for n, found in sources.items():
         if n in large or n in saves:
             continue
-        if loads and n.op in ELEMENTWISE and not set(n.axes) <= set(TOKEN_AXES) and _steps(n, given) >= STEPS:
+        if loads and n.op in ELEMENTWISE and has_dim(n) and _steps(n, given) >= STEPS:
             saves[n] = None
             continue
         # the products that a value needs are saved; or itself, if it alone needs them: several, or one for weights
         alone = n.op != "rename" and all(uses[s] == 1 for s in found)
-        weights = len(found) == 1 and set(n.axes) <= set(TOKEN_AXES)
+        weights = len(found) == 1 and not has_dim(n)
         saves.update(dict.fromkeys([n] if alone and (len(found) > 1 or weights) else found))
     # a vector takes no room: it is saved where products are needed for it alone
     saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
@@ -84,12 +86,12 @@ def needs_dear(roots: Iterable[Node], chained: set[Node], given: tuple[Node, ...
 def weighs(free: Kernel) -> bool:
     """Whether several products go to weights of tokens, and to nothing as large as an input: what each block of a
     scan's grid would compute again, in the chain of its units."""
-    return sum(map(is_product, free.nodes)) > 1 and all(set(n.axes) <= set(TOKEN_AXES) for n in free.saves)
+    return sum(map(is_product, free.nodes)) > 1 and not any(map(has_dim, free.saves))
 
 
 def weights_alone(free: Kernel) -> Kernel | None:
     """Of what is free of the carry, tiles of weights of tokens alone, if they take several products."""
-    tiles = {n for n in free.nodes if len(n.axes) == 2 and set(n.axes) <= set(TOKEN_AXES)}
+    tiles = {n for n in free.nodes if len(n.axes) == 2 and not has_dim(n)}
     saves = tuple(n for n in free.nodes if n in tiles and not tiles.issuperset(free.users[n]))
     found = replace(free, saves=saves)
     return found if weighs(found) else None
@@ -100,23 +102,20 @@ def scaled(node: Node, given: Container[Node] = ()) -> bool:
     over the tokens so far; or is a vector, and they are summed up over all tokens of a unit."""
 
     def running(n: Node) -> bool:
-        return n.op == "cumsum" and not set(n.axes) <= set(TOKEN_AXES)
-
-    def of_tokens(n: Node) -> bool:
-        return len(n.axes) == 2 and not is_large(n)
+        return n.op == "cumsum" and has_dim(n)
 
     dear = nearest(node, lambda n: running(n) or n.op in DEAR or is_product(n), given.__contains__)
     if len(node.axes) == 2:
         return bool(dear) and all(map(running, dear))
-    of_channels = len(node.axes) == 1 and node.axes[0] not in TOKEN_AXES
-    return of_channels and not dear and any(map(of_tokens, nearest(node, of_tokens, given.__contains__)))
+    of_channels = len(node.axes) == 1 and has_dim(node)
+    return of_channels and not dear and bool(nearest(node, is_token_tile, given.__contains__))
 
 
 def _sums_tokens(node: Node) -> bool:
     """Whether a value is a sum over a unit's tokens, or over those so far, that takes no room: a number, or one for
     each token."""
     summed = node.op == "cumsum" or any(axis in TOKEN_AXES for axis in node.reduced)
-    return summed and len(node.axes) <= 1 and set(node.axes) <= set(TOKEN_AXES)
+    return summed and len(node.axes) <= 1 and not has_dim(node)
 
 
 def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:
@@ -133,9 +132,7 @@ def _steps(node: Node, given: tuple[Node, ...]) -> int:
     """How many tiles of tokens a value takes of work on single elements, itself included, from products and what is
     given on."""
     ends = {*given, *_sources(node, given)}
-    return sum(
-        len(n.axes) == 2 and not is_large(n) and n.op in ELEMENTWISE for n in reachable([node], ends) if n not in ends
-    )
+    return sum(is_token_tile(n) and n.op in ELEMENTWISE for n in reachable([node], ends) if n not in ends)
 
 
 def _spared(roots: Iterable[Node], given: Iterable[Node]) -> dict[Node, int]:
@@ -183,7 +180,7 @@ def worth_saving(
             n
             for n in reachable(roots, set(have))
             if n in spared and n in chained and n not in have and n.op not in ("leaf", "rename", "expand")
-            if len(n.axes) == 2 and n.axes[0] == "t" and n.axes[1] not in TOKEN_AXES
+            if len(n.axes) == 2 and n.axes[0] == "t" and has_dim(n)
         ]
         best = max(candidates, key=spared.__getitem__, default=None)
         if best is None or spared[best] < least:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ttmdsl.ir import DEAR, TOKEN_AXES, Node, Program, Role, depends_on, is_large, is_matmul, reachable
+from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, has_dim, is_large, is_matmul, reachable
 from ttmdsl.schedule import Weight
 
 # what passing on a tile in half precision counts; what it counts that something dear is computed in a walk, and not for
@@ -167,4 +167,4 @@ def _leading_to(end: _Place, left: _Network) -> set[_Place]:
 def _rounds(node: Node) -> bool:
     """Whether a value is a product of matrices that takes its operands in the inputs' dtype: not one of weights of
     tokens."""
-    return is_matmul(node) and any(x not in TOKEN_AXES for a in node.args for x in a.axes)
+    return is_matmul(node) and any(map(has_dim, node.args))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ttmdsl.collect import collect
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, Role, constant, depends_on, reachable
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, Role, constant, depends_on, reachable, tied
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
@@ -100,7 +100,7 @@ class _Function:
 
     def handed(self, roots: Iterable[Node]) -> list[Node]:
         """What the backward function takes from the forward one: states, and what runs token by token."""
-        chained = depends_on(self.form.forward.outputs.values(), self.form.forward.carries())
+        chained = tied(self.form.forward, "carry")
         return [n for n in reachable(roots) if n.role == "carry" or (n.op in BY_TOKEN and n in chained)]
 
     def unpack(self, nodes: Iterable[Node]) -> None:

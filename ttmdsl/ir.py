@@ -150,6 +150,16 @@ def is_large(node: Node) -> bool:
     return len(node.axes) > 2 or (len(node.axes) == 2 and node.axes[0] not in TOKEN_AXES)
 
 
+def is_token_tile(node: Node) -> bool:
+    """Whether a value is a tile of tokens: with each other, or times a dim."""
+    return len(node.axes) == 2 and not is_large(node)
+
+
+def has_dim(node: Node) -> bool:
+    """Whether a value lies along a dim; otherwise it is a number, or lies along tokens alone."""
+    return not set(node.axes) <= set(TOKEN_AXES)
+
+
 def is_product(node: Node) -> bool:
     """Whether a value is a product of two tiles."""
     return node.op == "contract" and len(node.axes) == 2
@@ -297,6 +307,13 @@ def depends_on(
         if node in origins or any(a in tainted for a in operands(node)):
             tainted.add(node)
     return tainted
+
+
+def tied(program: Program, role: Role, roots: Iterable[Node] | None = None) -> set[Node]:
+    """Nodes that depend on what is handed from unit to unit: the carries, or in a backward program their cotangents;
+    those under the roots, or under any output."""
+    nodes = program.outputs.values() if roots is None else roots
+    return depends_on(nodes, [n for n in program.leaves() if n.role == role])
 
 
 def verify(program: Program) -> None:

@@ -47,6 +47,7 @@ from ttmdsl.ir import (
     is_product,
     original,
     reachable,
+    tied,
 )
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
@@ -259,11 +260,6 @@ def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None
         kernels.append((t, _placed(kernel, saved)))
     carry = Kernel(f"_{name}_carry_kernel", "scan", program, carried=tuple(program.ends().items()))
     return Parts(_placed(carry, saved), tuple(kernels))
-
-
-def tied(program: Program, role: str) -> set[Node]:
-    """Nodes that depend on what is handed from unit to unit: the carries, or in a backward program their cotangents."""
-    return depends_on(program.outputs.values(), [n for n in program.leaves() if n.role == role])
 
 
 def steep(program: Program) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from ttmdsl.collect import is_matrix_product
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Axes, Node, base_dim, constant
+from ttmdsl.ir import DECAYED, Axes, Node, base_dim, constant, has_dim
 from ttmdsl.printer import Printer, strip
 
 NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
@@ -107,7 +107,7 @@ class TorchPrinter(Printer):
         number = constant(node)
         if number is None:
             return self.text[node]
-        like = "unit.lower[None]" if set(node.axes) <= set(TOKEN_AXES) else "unit.lower[None, :, :1]"
+        like = "unit.lower[None, :, :1]" if has_dim(node) else "unit.lower[None]"
         return f"torch.full_like({like}, {number!r}, dtype=unit.one.dtype)"
 
     def expression(self, node: Node) -> str:

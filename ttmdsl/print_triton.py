@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import PAST, TOKEN_AXES, UNIT_AXES, Axes, Node, base_dim, constant, is_matmul, original
+from ttmdsl.ir import PAST, UNIT_AXES, Axes, Node, base_dim, constant, has_dim, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
 from ttmdsl.schedule import Weight, order_by, peak, wide_last, with_loads
@@ -86,7 +86,7 @@ class TritonPrinter(Printer):
     def raw(self, node: Node) -> bool:
         """Whether a value still has the dtype it was loaded in, as products of tiles want it."""
         node = original(node)
-        loaded = node.role in ("token", "before", "cot") and any(x not in TOKEN_AXES for x in node.axes)
+        loaded = node.role in ("token", "before", "cot") and has_dim(node)
         return loaded or node in self.loaded
 
     def widened(self, node: Node) -> str:
@@ -232,7 +232,7 @@ class TritonPrinter(Printer):
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
             # weights of tokens are made of gates: they have no rounding to share with an input
-            weights = set(a.axes) | set(b.axes) <= set(TOKEN_AXES)
+            weights = not has_dim(a) and not has_dim(b)
             if node in self.wide:
                 return f"_wide_dot({left}, {right}, DOT, PRECISION)"
             return f"_tile_dot({left}, {right}, {'tl.float32, INVERSE' if weights else self.dot})"

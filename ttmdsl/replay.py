@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttmdsl.builder import substitute
-from ttmdsl.ir import REDUCING, Node, Program, depends_on
+from ttmdsl.ir import REDUCING, Node, Program, depends_on, tied
 from ttmdsl.lower import Form
 from ttmdsl.tile_sums import SUM, cost, crosses, regrouped
 
@@ -50,9 +50,8 @@ def _price(backward: Program, left: dict[Node, Node]) -> float:
 
 def _given(program: Program, left: dict[Node, Node]) -> Program:
     """The program with leaves for what is saved: dear values, and sums, of states and of no cotangent handed on."""
-    roots, leaves = program.outputs.values(), program.leaves()
-    chained = depends_on(roots, [n for n in leaves if n.role == "cocarry"])
-    of_states = depends_on(roots, [n for n in leaves if n.role in ("carry", "saved")]) - chained
+    states = [n for n in program.leaves() if n.role in ("carry", "saved")]
+    of_states = depends_on(program.outputs.values(), states) - tied(program, "cocarry")
     dear = [n for n in program.nodes if n in of_states and (n.op == "newton_schulz" or _is_sum(n))]
     if not dear:
         return program
