@@ -52,7 +52,7 @@ def schedule() -> Any:
     return module._Schedule("chunk", (0, 128), (0,), 2, sizes, torch.bfloat16, torch.device("cpu"))
 
 
-NAMES = ["k_ptr", "beta_ptr", "bounds_ptr", "unit_bounds_ptr", "offset_ptr", "sequence_ptr"]
+NAMES = ["k_ptr", "beta_ptr", "offset_ptr", "bounds_ptr", "unit_bounds_ptr", "sequence_ptr"]
 CONSTANTS = [
     "H",
     "N_d_k",

@@ -1,0 +1,98 @@
+"""A token at a time by kernels: the host asks the device for nothing, wherever in their groups the sequences stand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ttmdsl
+from ttmdsl.drawing import Drawn, Shape, draw
+from ttmdsl.parity import parity
+
+LAYERS: dict[str, dict[str, float]] = {
+    "lattice_dec": {"b": 5, "project": 0},
+    "lattice_enc": {"b": 3},
+    "trellis": {"b": 4},
+    "titans_linear": {"b": 6},
+    "omega_linear": {"b": 4, "c": 3},
+    "omega_net": {"b": 4},
+    "swla": {},
+    "ttt_mlp": {"b": 3},
+    "atlas_linear": {"b": 3},
+}
+
+
+class Asked(TorchDispatchMode):
+    """Counts what makes the host wait for a device, and all that computes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.computes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"):
+            self.waits.append(name)
+        if not function.is_view and not name.startswith(("empty", "new_empty")):
+            self.computes[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def asked(name: str) -> tuple[list[str], int]:
+    """What a layer's step waits for, and how many operations beside its kernel it takes; in the interpreter's process."""
+    module = ttmdsl.load(name, **LAYERS[name])
+    drawn = draw(module, Shape("", batch=3, heads=2, dims=(4,)), dtype=torch.float32)
+    token = {k: t if k in module.PARAMS else t[:, 0] for k, t in drawn.x.items()}
+
+    def stand_in(s: Any, keep: bool, final: bool, x: Any, start: Any) -> Any:
+        return module._outputs(s, next(iter(x.values()))), {k: s.room(k, s.N) for k in start}, {}
+
+    # a CPU's decays are looked at, a GPU's are not; what kernels do is theirs, and the interpreter's
+    with mock.patch.object(module, "_above_zero", return_value=False), mock.patch.object(module, "_forward", stand_in):
+        module.step(**token, initial_state=drawn.state, backend="triton")
+        with Asked() as found:
+            module.step(**token, initial_state=drawn.state, backend="triton")
+    return found.waits, sum(found.computes.values())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_asks_nothing_of_the_device(name: str, interpreter: ProcessPoolExecutor) -> None:
+    waits, computes = interpreter.submit(asked, name).result()
+    assert waits == []
+    assert computes <= (25 if "tokens" in ttmdsl.load(name, **LAYERS[name]).STATE else 2)
+
+
+def far_on(name: str, batch: int, groups: int, seed: int) -> list[str]:
+    """What a step misses, forward and backward, where the sequences have had so many groups of tokens and some more."""
+    torch.set_num_threads(1)
+    module = ttmdsl.load(name, **LAYERS[name])
+    b = int(module.CONSTS.get("b", 1))
+
+    def far(*arguments: Any, **options: Any) -> Drawn:
+        found = draw(*arguments, **options)
+        if found.state is not None and "position" in found.state:
+            found.state["position"] = torch.arange(seed, seed + batch) % b + b * groups
+        return found
+
+    shape = Shape("a step", batch=batch, heads=2, dims=(4, 3))
+    with mock.patch("ttmdsl.parity.draw", far):
+        rows = parity(module, dtypes=(torch.float32,), shapes=(shape,), backends=("triton",), seed=seed)
+    assert rows
+    return [f"{row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([*LAYERS]), st.integers(1, 4), st.integers(0, 2), st.integers(0, 99))
+def test_sequences_decode_together_wherever_they_stand(
+    interpreter: ProcessPoolExecutor, name: str, batch: int, groups: int, seed: int
+) -> None:
+    assert interpreter.submit(far_on, name, batch, groups, seed).result() == []
