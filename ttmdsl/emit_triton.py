@@ -18,6 +18,7 @@ from ttmdsl.replay import replay
 from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
+from ttmdsl.state import POSITION
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
@@ -133,8 +134,17 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
     scan = write_kernel(spec, token, FULL)
+    if lowered.batch > 1:
+        _count(scan, lowered.batch)
     texts.append(FormTexts("token", (scan,), backward, dict.fromkeys(token.keeps, "float32"), {}))
     return texts
+
+
+def _count(scan: KernelText, group: int) -> None:
+    """Has a walk over whole sequences leave how many tokens of its group each has had then: the state's `position`."""
+    pointer = scan.pointer("position_end", f'end.get("{POSITION}")', "int64")
+    store = f"tl.store({pointer} + n, (offset + length) % {group})"
+    scan.after += [f"if {pointer} is not None:", "    if h == 0:", f"        {store}"]
 
 
 def write_staged(lowered: Lowered) -> StageTexts | None:
