@@ -218,6 +218,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         elementwise=any(t.elementwise for c in chunks for t, _ in c.transfers),
         by_matrix=any(not t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,
+        steps=lowered.prelude.steps,
         bands=lowered.bands,
         past=PAST,
         token_axes=TOKEN_AXES,

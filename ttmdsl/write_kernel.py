@@ -55,7 +55,8 @@ PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves
 
 @dataclass(frozen=True)
 class Argument:
-    """A pointer of a kernel and the Python expression that launches pass for it. `dtype`: input, gate, float32 or int64."""
+    """A pointer of a kernel and the Python expression that launches pass for it. `dtype`: input, gate, float32 or
+    int64."""
 
     name: str
     value: str
