@@ -172,10 +172,12 @@ def bars() -> Iterator[Bar]:
             for what in ("forward", "both", "graph_forward", "graph_both"):
                 place = ((layer, shape, "fla Layer", what), (layer, shape, "ttmdsl Layer", what))
                 yield Bar(f"fla Layer / ours, {layer} {shape} {what}", ratio(*place))
-    for layer in PEERED:
-        place = (layer, FIRST, triton)
+    for layer in [*PEERED, *OWN, *DEEP]:
+        place = (layer, SHORT if layer in DEEP else FIRST, triton)
         title = f"{layer}, decode step of 64 sequences, graph, over the floor"
         yield Bar(title, ratio((*place, "graph_step"), (*place, "floor_step")), 2.0, "below")
+    for layer in PEERED:
+        place = (layer, FIRST, triton)
         yield Bar(
             f"ours / fla, peak memory, {layer}", ratio((*place, "peak"), (layer, FIRST, "fla", "peak")), 1.0, "below"
         )
