@@ -256,16 +256,18 @@ def reachable(
 ) -> list[Node]:
     """The roots and all they need, operands before users, each once; not looking below what is given."""
     seen: dict[Node, None] = {}
-    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(list(roots))]
+    begun: set[Node] = set()
+    stack = [*roots][::-1]
     while stack:
-        node, ready = stack.pop()
-        if node in seen:
-            continue
-        if ready or node in given:
+        node = stack[-1]
+        if node in begun or node in given:
+            stack.pop()
             seen[node] = None
+        elif node in seen:
+            stack.pop()
         else:
-            stack.append((node, True))
-            stack.extend([(a, False) for a in reversed(operands(node)) if a not in seen])
+            begun.add(node)
+            stack += [a for a in operands(node)[::-1] if a not in seen]
     return list(seen)
 
 

@@ -80,5 +80,9 @@ class Kernel:
 
     def giving(self, saved: tuple[Node, ...]) -> Kernel:
         """The kernel with those saved values that it needs."""
-        needed = set(reachable(self.roots, set(saved)))
-        return replace(self, given=tuple(n for n in saved if n in needed and n not in self.saves))
+        nodes = reachable(self.roots, set(saved))
+        needed = set(nodes)
+        found = replace(self, given=tuple(n for n in saved if n in needed and n not in self.saves))
+        if needed.isdisjoint({*self.saves}.intersection(saved)):
+            vars(found)["nodes"] = nodes  # as it would find them
+        return found

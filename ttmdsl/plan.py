@@ -149,10 +149,12 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
             have = (*saved, *_passed(scans), *cuts)
             for i, free in enumerate(_before(name, program, have, chain is not form.backward)):
                 # the second cuts keep the first's division, which takes long to find
-                price, kernels, divisions[i] = _backward(name, program, free, have, weight, divisions[i])
-                price = doubt * price + sum(SCAN * cost(k, FULL) for k in kernels if k.kind == "scan")
-                price += spilled_at_128(kernels, weight) + len(cuts)  # what is saved is written once, too
-                ways.append((price, scans, kernels, divisions[i], free.exact if free else frozenset()))
+                best = min((price for price, *_ in ways), default=math.inf)
+                most = best - len(cuts)  # what is saved is written once, too
+                way = _backward(name, program, doubt, free, have, weight, divisions[i], most)
+                if way:
+                    price, kernels, divisions[i] = way
+                    ways.append((price + len(cuts), scans, kernels, divisions[i], free.exact if free else frozenset()))
     _, scans, backward, division, exact = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
@@ -222,13 +224,15 @@ def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> 
 def _backward(
     name: str,
     program: Program,
+    doubt: float,
     free: Kernel | None,
     saved: tuple[Node, ...],
     weight: Weight,
     division: Division,
-) -> tuple[float, list[Kernel], Division]:
+    most: float,
+) -> tuple[float, list[Kernel], Division] | None:
     """The kernels of the backward pass, given what the forward one saves and the kernel before its scan; before them
-    what all but the scan cost."""
+    what all cost, `doubt` times as much as they seem to but for the scans. None where these cost `most` and more."""
     handed = program.ends()
     gradients = {k[2:]: v for k, v in program.outputs.items() if k.startswith("d:")}
     d_ends, chained = list(handed.values()), tied(program, "cocarry")
@@ -239,13 +243,16 @@ def _backward(
     scan = Kernel(f"_{name}_backward_scan_kernel", "scan", program, True, (), tuple(handed.items()))
     scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
     kernels += scans
+    walking = sum(SCAN * cost(k, FULL) for k in scans if k.kind == "scan")
+    if doubt * price + walking >= most:
+        return None
     # gradients of decays take what is scaled exactly
     have = tuple(n for n in (*saved, *_passed(scans), *cuts) if not scaled(n))
     division, shared = shares(program, gradients, have, weight, [division] if division else None)
     for i, (paid, share) in enumerate(shared):
         price += paid
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
-    return price, kernels, division
+    return doubt * price + walking + spilled_at_128(kernels, weight), kernels, division
 
 
 def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:

@@ -30,6 +30,7 @@ ROWS = 64  # of a product that four warps compute
 BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
 
 
+@functools.lru_cache(16)
 def weights(tokens: int, width: int = BLOCK, walked: str = "") -> Weight:
     """What values weigh where a unit has that many tokens: registers, in tiles of 64 x 64.
 
@@ -39,7 +40,7 @@ def weights(tokens: int, width: int = BLOCK, walked: str = "") -> Weight:
     of_dim = width / BLOCK
     sides = {**dict.fromkeys(UNIT_AXES, math.sqrt(tokens / 64)), PAST: 0.25, walked: 1.0}
 
-    @functools.cache
+    @functools.lru_cache(1 << 14)
     def weight(node: Node) -> float:
         if len(node.axes) < 2:
             return len(node.axes) / 64
@@ -160,6 +161,11 @@ class Work:
         self.kept = {number[n] for n in kept if n in number}
 
     @functools.cached_property
+    def backward(self) -> list[list[int]]:
+        """What each uses, its last operand first."""
+        return [mine[::-1] for mine in self.used]
+
+    @functools.cached_property
     def ends(self) -> list[int]:
         """What nothing uses."""
         return [i for i in range(self.computed) if not self.users[i]]
@@ -168,30 +174,42 @@ class Work:
         """The most registers in use at once where these are computed in this order; of more than `limit` only that it
         is more."""
         used, weights, working, computed = self.used, self.weights, self.working, self.computed
-        left = [0] * len(weights)
-        for i in self.kept:
-            left[i] = 1
-        for i in order:
-            for a in used[i]:
-                left[a] += 1
+        left = [*self.times] if len(order) == computed else self.taken(order)
         loaded: set[int] = set()
         live = most = 0.0
         for i in order:
-            for a in used[i]:
+            mine = used[i]
+            for a in mine:
                 if a >= computed and a not in loaded:
                     loaded.add(a)
                     live += weights[a]
             live += weights[i]
-            most = max(most, live + working[i])
-            if most > limit:
-                break
-            for a in used[i]:
+            if live + working[i] > most:
+                most = live + working[i]
+                if most > limit:
+                    break
+            for a in mine:
                 left[a] -= 1
                 if not left[a]:
                     live -= weights[a]
             if not left[i]:
                 live -= weights[i]
         return most
+
+    @functools.cached_property
+    def times(self) -> list[int]:
+        """How often each is taken by all, what is kept once more."""
+        return self.taken(range(self.computed))
+
+    def taken(self, some: Iterable[int]) -> list[int]:
+        """The same by some of them."""
+        times = [0] * len(self.weights)
+        for i in self.kept:
+            times[i] = 1
+        for i in some:
+            for a in self.used[i]:
+                times[a] += 1
+        return times
 
     def best(self, orders: Iterable[list[int]]) -> list[int]:
         """The first order of least peak."""
@@ -219,14 +237,14 @@ class Work:
 
     def depth_first(self, roots: Sequence[int], flip: bool) -> list[int]:
         order: dict[int, None] = {}
-        stack = [*reversed(roots)]
+        stack, computed, operands = [*reversed(roots)], self.computed, self.used if flip else self.backward
         while stack:
             i = stack.pop()
             if i < 0:  # its operands are done
                 order[~i] = None
-            elif i < self.computed and i not in order:
+            elif i < computed and i not in order:
                 stack.append(~i)
-                stack += self.used[i] if flip else self.used[i][::-1]
+                stack += operands[i]
         return list(order)
 
     def greedy(self) -> list[int]:

@@ -113,10 +113,10 @@ def _totals(order: Iterable[Node], weight: Weight, dim: str) -> float:
 def ordered(kernel: Kernel, weight: Weight) -> list[Node]:
     """What a kernel computes, in the order of least peak."""
     kept = tuple(v for _, v in kernel.carried) if kernel.kind == "scan" else None
-    return [*_ordered(tuple(computed(kernel)), kept, kernel.searched, weight)]
+    return [*_ordered(computed(kernel), kept, kernel.searched, weight)]
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(1024)
 def _ordered(nodes: tuple[Node, ...], kept: tuple[Node, ...] | None, searched: bool, weight: Weight) -> list[Node]:
     if kept is not None:
         return best_order(nodes, kept, operands, weight)
@@ -129,10 +129,11 @@ def _outside(nodes: Iterable[Node]) -> Callable[[Node], bool]:
     return lambda n: len(n.axes) > 0 and n not in inside and constant(n) is None
 
 
-def computed(kernel: Kernel) -> list[Node]:
+@functools.lru_cache(256)
+def computed(kernel: Kernel) -> tuple[Node, ...]:
     """The values that a kernel computes and holds."""
     given = set(kernel.given)
-    return [n for n in kernel.nodes if n not in given and not is_input(n) and len(n.axes) <= 2]
+    return tuple(n for n in kernel.nodes if n not in given and not is_input(n) and len(n.axes) <= 2)
 
 
 def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
@@ -196,6 +197,7 @@ def _price(kernels: Iterable[Kernel], weight: Weight) -> float:
     return sum(cost(k, weight) for k in kernels)
 
 
+@functools.lru_cache(1 << 14)
 def is_input(node: Node) -> bool:
     return node.op in ("leaf", "size") or constant(node) is not None
 
@@ -215,12 +217,23 @@ def _crossing(node: Node, cheap: Container[Node]) -> list[Node]:
 def _sources(node: Node, cheap: Container[Node]) -> list[Node]:
     """The products, sums and vectors that a value follows from by work on single elements, which is done again, as what
     is `cheap` is."""
-    return nearest(node, lambda n: (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap, is_input)
+
+    def source(n: Node) -> bool:
+        return (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap
+
+    if is_input(node) or source(node):  # as most are
+        return [] if is_input(node) else [node]
+    return nearest(node, source, is_input)
 
 
 def peak_of_loads(segment: Sequence[Node], weight: Weight, dim: str = "") -> float:
     """The most registers in use at once, where what comes from outside is loaded when it is first used; in a walk over
     the blocks of a dim."""
+    return _peak_of_loads(tuple(segment), weight, dim)
+
+
+@functools.lru_cache(1024)  # ways to plan share kernels, and parts of them
+def _peak_of_loads(segment: tuple[Node, ...], weight: Weight, dim: str) -> float:
     return peak(segment, (), operands, weight, _outside(segment)) + _totals(segment, weight, dim)
 
 
