@@ -15,7 +15,6 @@ from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.plan import Division, Plan, plan, walks_at
 from ttmdsl.replay import replay
-from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
 from ttmdsl.state import POSITION
@@ -133,7 +132,7 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
         texts.append(_form_texts(spec, found, tokens, tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
-    scan = write_kernel(spec, token, FULL)
+    scan = write_kernel(spec, token)
     if lowered.batch > 1:
         _count(scan, lowered.batch)
     texts.append(FormTexts("token", (scan,), backward, dict.fromkeys(token.keeps, "float32"), {}))
@@ -155,10 +154,10 @@ def write_staged(lowered: Lowered) -> StageTexts | None:
 
 def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTexts:
     b = p.forward[0].program.builder
-    rounded, weight = p.rounded(), weights(tokens)
+    rounded = p.rounded()
 
     def write(k: Kernel) -> KernelText:
-        return write_kernel(spec, k, weight, rounded, tables, tokens)
+        return write_kernel(spec, k, rounded, tables, tokens)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}

@@ -273,8 +273,12 @@ def reachable(
 
 def nearest(node: Node, wanted: Callable[[Node], bool], skipped: Callable[[Node], bool]) -> list[Node]:
     """The wanted values that a value follows from by way of no other such, or itself; nothing below what is skipped."""
+    if skipped(node):
+        return []
+    if wanted(node):  # as most are
+        return [node]
     found: list[Node] = []
-    stack, seen = [node], set()
+    stack, seen = [*node.args], {node}
     while stack:
         n = stack.pop()
         if n in seen or skipped(n):

@@ -82,7 +82,8 @@ class Kernel:
         """The kernel with those saved values that it needs."""
         nodes = reachable(self.roots, set(saved))
         needed = set(nodes)
-        found = replace(self, given=tuple(n for n in saved if n in needed and n not in self.saves))
-        if needed.isdisjoint({*self.saves}.intersection(saved)):
+        taken = [n for n in saved if n in needed]
+        found = replace(self, given=tuple(n for n in taken if n not in self.saves))
+        if len(found.given) == len(taken):
             vars(found)["nodes"] = nodes  # as it would find them
         return found

@@ -201,13 +201,11 @@ def _always(scans: Iterable[Kernel], read: Iterable[Node]) -> list[Kernel]:
 def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> list[Kernel | None]:
     """The kernel before the backward scan, if it wants one. Where the scan has `few` steps, or goes in rounds, it loads
     rather than computes: then also the same kernel that saves products which maps take, too."""
-    handed = program.ends()
-    found = functools.partial(
-        prologue, f"_{name}_backward_free", program, handed.values(), tied(program, "cocarry"), saved
-    )
+    handed = program.ends().values()
+    found = functools.partial(prologue, f"_{name}_backward_free", program, handed, tied(program, "cocarry"), saved)
     free = found()
-    scan = Kernel("", "scan", program, True, (), tuple(handed.items()))
-    in_rounds = program.inner and _placed(scan, (*saved, *(free.saves if free else ()))).blocked != program.inner
+    given = (*saved, *(free.saves if free else ()))
+    in_rounds = program.inner and free_axis(program, handed, given) != program.inner
     if not (few or in_rounds):
         return [free]
     free = found(loads=True)
@@ -243,8 +241,8 @@ def _backward(
     scan = Kernel(f"_{name}_backward_scan_kernel", "scan", program, True, (), tuple(handed.items()))
     scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
     kernels += scans
-    walking = sum(SCAN * cost(k, FULL) for k in scans if k.kind == "scan")
-    if doubt * price + walking >= most:
+    chain = sum(SCAN * cost(k, FULL) for k in scans if k.kind == "scan")
+    if doubt * price + chain >= most:
         return None
     # gradients of decays take what is scaled exactly
     have = tuple(n for n in (*saved, *_passed(scans), *cuts) if not scaled(n))
@@ -252,7 +250,7 @@ def _backward(
     for i, (paid, share) in enumerate(shared):
         price += paid
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
-    return doubt * price + walking + spilled_at_128(kernels, weight), kernels, division
+    return doubt * price + chain + spilled_at_128(kernels, weight), kernels, division
 
 
 def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Node, is_matmul
+from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Node, has_dim, is_matmul
 
 Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
@@ -109,7 +109,7 @@ def wide_last(order: Sequence[Node], operands: Operands) -> list[Node]:
     square one along rows, of which every warp then computes all.
     """
     products = [n for n in order if is_matmul(n) and n.axes[0] in TOKEN_AXES]
-    square = {n for n in products if n.axes[1] in TOKEN_AXES}
+    square = {n for n in products if not has_dim(n)}
     if products and products[-1] in square:
         for wide in reversed([n for n in products if n not in square]):
             later = {wide}

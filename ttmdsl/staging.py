@@ -217,13 +217,7 @@ def _crossing(node: Node, cheap: Container[Node]) -> list[Node]:
 def _sources(node: Node, cheap: Container[Node]) -> list[Node]:
     """The products, sums and vectors that a value follows from by work on single elements, which is done again, as what
     is `cheap` is."""
-
-    def source(n: Node) -> bool:
-        return (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap
-
-    if is_input(node) or source(node):  # as most are
-        return [] if is_input(node) else [node]
-    return nearest(node, source, is_input)
+    return nearest(node, lambda n: (len(n.axes) != 2 or n.op in _ACROSS) and n not in cheap, is_input)
 
 
 def peak_of_loads(segment: Sequence[Node], weight: Weight, dim: str = "") -> float:

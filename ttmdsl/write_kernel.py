@@ -34,7 +34,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, LATE, ROWS, Weight
+from ttmdsl.schedule import FULL, LATE, ROWS, Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -438,13 +438,13 @@ def turned(kernel: Kernel) -> set[Node]:
 def write_kernel(
     spec: LayerSpec,
     kernel: Kernel,
-    weight: Weight,
     rounded: Container[Node] = (),
     tables: Tables = NOTHING,
     tokens: int = ROWS,
 ) -> KernelText:
     """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
     that are in the inputs' dtype; `tokens`: of a unit."""
+    weight = weights(tokens)
 
     def write(number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
         text = KernelText(
