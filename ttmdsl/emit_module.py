@@ -1,9 +1,9 @@
 """The generated module: the surface of `op`, `step` and `Layer` framed around the backends' sections.
 
 Input: a `LayerSpec`, the lines of its derived update, and the source text of its sections: "reference" defines
-`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`, and "prelude", which
-may be empty, `_prelude(x, state, bounds, dtype, fresh, wanted)`, or with `chunks` beside them. Output: one file that
-needs torch and triton alone.
+`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`, and, which
+may be empty, "prelude" `_prelude(x, state, bounds, dtype, fresh, wanted, backend)` and "past" the kernel by which a step
+finds it. Output: one file that needs torch and triton alone.
 Does not print arithmetic, and decides nothing about schedules.
 
 A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by
@@ -79,6 +79,7 @@ def emit_module(
         "features": {name: (f.base, f.kind, f.order) for name, f in spec.features.items()},
         "feature_size": lambda name, base: feature_size(spec.features[name], base),
         "prelude": sections.get("prelude", "").strip("\n"),
+        "past": sections.get("past", "").strip("\n"),
         "bands": bands,
         "steps": max(p.optimizer.per_token for p in spec.passes),
         "initial": {m.name: m.initial for m in matrices},

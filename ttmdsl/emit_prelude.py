@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttmdsl import spec as s
-from ttmdsl.past import kept_name, past_name
+from ttmdsl.past import history, kept_name, past_name
 from ttmdsl.print_reference import Printer, fn_params
 from ttmdsl.templates import render
 from ttmdsl.unfold import FIRST, LAST, Prelude
@@ -51,12 +51,21 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
     )
 
 
-def _past(prelude: Prelude) -> list[tuple[str, str, dict[int, str]]]:
-    """Tensors that are taken some tokens ago: keyword, the state's key of the past, and what each number makes."""
-    found: dict[tuple[str, str], dict[int, str]] = {}
+def emit_past(spec: s.LayerSpec) -> str:
+    """The source text of the kernel by which one token's step finds the past and leaves the next one's; "" where there is
+    none."""
+    depths = history(spec)
+    if not depths:
+        return ""
+    return render("past_kernel.py.j2", past=[(spec.tensor(name).keyword, depth) for name, depth in depths.items()])
+
+
+def _past(prelude: Prelude) -> list[tuple[str, dict[int, str]]]:
+    """Tensors that are taken some tokens ago: keyword, and what each number makes."""
+    found: dict[str, dict[int, str]] = {}
     for made, tensor, by in prelude.past:
-        found.setdefault((tensor.keyword, past_name(tensor)), {})[by] = made.keyword
-    return [(keyword, key, ago) for (keyword, key), ago in found.items()]
+        found.setdefault(tensor.keyword, {})[by] = made.keyword
+    return [*found.items()]
 
 
 def _stepped(tensor: s.Tensor, prelude: Prelude) -> bool:

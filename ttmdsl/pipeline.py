@@ -76,7 +76,7 @@ def _emit(job: Job) -> str:
 def sections(job: Job) -> dict[str, str]:
     """The source text of each backend."""
     from ttmdsl.emit_kernel import kernel_sections
-    from ttmdsl.emit_prelude import emit_prelude
+    from ttmdsl.emit_prelude import emit_past, emit_prelude
     from ttmdsl.emit_reference import emit_reference
     from ttmdsl.emit_torch import emit_torch
     from ttmdsl.emit_triton import emit_triton
@@ -89,6 +89,7 @@ def sections(job: Job) -> dict[str, str]:
         "prelude": emit_prelude(job.done["check"], job.done["lower"].prelude),
         "torch": emit_torch(job.done["lower"]),
         "triton": emit_triton(job.done["lower"], job.tables),
+        "past": emit_past(job.done["check"]),
     }
 
 
