@@ -70,7 +70,7 @@ def asked(name: str) -> tuple[list[str], int]:
     token = {k: t if k in module.PARAMS else t[:, 0] for k, t in drawn.x.items()}
 
     def stand_in(s: Any, keep: bool, final: bool, x: Any, start: Any) -> Any:
-        end = {k: s.room(k, s.N) for k in start}
+        end = {k: s.room(k, s.N) if v is None else torch.empty_like(v) for k, v in start.items()}
         if "position" in module.STATE:
             end["position"] = torch.empty(s.N, dtype=torch.int64)
         return module._outputs(s, next(iter(x.values()))), end, {}

@@ -165,10 +165,14 @@ def compile_kernels(job: Job) -> list[Resources]:
     ]
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
-    return [_compile(job, module, kernel, sizes) for kernel in kernels]
+    rows = [_compile(job, module, kernel, sizes) for kernel in kernels]
+    return rows + [_compile(job, module, kernel, sizes, step=True) for kernel in kernels if kernel.name == _WALK]
 
 
-def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int]) -> Resources:
+_WALK = "_token_forward_kernel"  # of single tokens: of a whole sequence, or in decoding a step
+
+
+def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool = False) -> Resources:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -180,6 +184,8 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int]) -> Resources
     else:
         pointers = module.KERNEL_POINTERS[name]
         constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype), capability(job.target))
+    if name == _WALK:
+        constants |= {"KEEP": not step, "EVEN": step} | dict.fromkeys(module.STEP_POINTERS["more" if step else "step"])
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
         argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype)
@@ -187,7 +193,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int]) -> Resources
     }
     # as a launch with torch's tensors would find: their addresses are multiples of 16
     aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
-    spot = Resources(job.variant, name, job.target, job.head, job.dtype, options["num_warps"])
+    spot = Resources(job.variant, f"{name}, a step" if step else name, job.target, job.head, job.dtype, options["num_warps"])
     limit = SHARED_KIB[capability(job.target)] * 1024
     began = time.perf_counter()
     try:

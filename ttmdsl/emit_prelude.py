@@ -17,8 +17,8 @@ from ttmdsl.unfold import FIRST, LAST, Prelude
 from ttmdsl.walk_expr import walk
 
 
-def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
-    """The section's source text; its surroundings import torch."""
+def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False) -> str:
+    """The section's source text; its surroundings import torch. `alone`: a step's kernel finds the past by itself."""
     if prelude.empty:
         return ""
     nodes = [n for _, e in (*prelude.values, *prelude.weights) for n in walk(e)]
@@ -31,6 +31,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude) -> str:
     return render(
         "prelude.py.j2",
         prelude=prelude,
+        alone=alone,
         takes=[t.keyword for t in prelude.tensors],
         ends=[(past_name(spec.tensor(name)), spec.tensor(name).keyword) for name in prelude.history],
         past=_past(prelude),

@@ -23,6 +23,7 @@ from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, signature, tuned_table, without_gradients
 from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
+from ttmdsl.write_past import past_of_step
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_walks import write_token_backward
 
@@ -132,7 +133,7 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
         texts.append(_form_texts(spec, found, tokens, tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
-    scan = write_kernel(spec, token)
+    scan = write_kernel(spec, token, past=past_of_step(lowered))
     if lowered.batch > 1:
         _count(scan, lowered.batch)
     texts.append(FormTexts("token", (scan,), backward, dict.fromkeys(token.keeps, "float32"), {}))
@@ -219,6 +220,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         batch=lowered.batch,
         steps=lowered.prelude.steps,
         bands=lowered.bands,
+        left=past.keys if (past := past_of_step(lowered)) else (),
         past=PAST,
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},

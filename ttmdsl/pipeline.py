@@ -81,15 +81,18 @@ def sections(job: Job) -> dict[str, str]:
     from ttmdsl.emit_torch import emit_torch
     from ttmdsl.emit_triton import emit_triton
     from ttmdsl.kernel_form import LoweredKernel
+    from ttmdsl.write_past import past_of_step
 
-    if isinstance(job.done["lower"], LoweredKernel):
-        return kernel_sections(job.done["lower"], job.tables)
+    spec, lowered = job.done["check"], job.done["lower"]
+    if isinstance(lowered, LoweredKernel):
+        return kernel_sections(lowered, job.tables)
+    alone = past_of_step(lowered) is not None
     return {
-        "reference": emit_reference(job.done["check"]),
-        "prelude": emit_prelude(job.done["check"], job.done["lower"].prelude),
-        "torch": emit_torch(job.done["lower"]),
-        "triton": emit_triton(job.done["lower"], job.tables),
-        "past": emit_past(job.done["check"]),
+        "reference": emit_reference(spec),
+        "prelude": emit_prelude(spec, lowered.prelude, alone),
+        "torch": emit_torch(lowered),
+        "triton": emit_triton(lowered, job.tables),
+        "past": "" if alone else emit_past(spec),
     }
 
 

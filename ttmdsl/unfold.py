@@ -59,7 +59,7 @@ class Bands:
 class Prelude:
     """What the backends take, and how the frame makes it, in this order.
 
-    past: a made tensor, the declared one, by how many tokens. seen: the delays that weights ask about. With `steps` > 1
+    declared: what the call takes. past: a made tensor, the declared one, by how many tokens. seen: the delays that weights ask about. With `steps` > 1
     every token becomes that many, tensors with `step_dim` first being dealt out to them; `firsts` are decays that are 1
     but at a token's first step. values: expressions of declared tensors, pasts and `seen`. weights: of windows, by how
     many tokens ago, and the expression of all of them, the current token's last; zero where there is no such token.
@@ -67,6 +67,7 @@ class Prelude:
     """
 
     tensors: tuple[Tensor, ...]
+    declared: tuple[Tensor, ...] = ()
     history: dict[str, int] = field(default_factory=dict)
     past: tuple[tuple[Tensor, Tensor, int], ...] = ()
     seen: tuple[int, ...] = ()
@@ -172,12 +173,13 @@ class _Made:
         """What has been collected; the declared tensors first."""
         declared = [replace(t, shape=self._at_step(t)) for t in self.spec.tensors]
         marks = [_gate(name, ()) for name in sorted(self.marks)]
-        seen = [_gate(_seen(by), ()) for by in sorted(self.seen)]
+        seen = [_gate(seen_name(by), ()) for by in sorted(self.seen)]
         firsts = [made for made, _ in self.firsts.values()]
         weights = (t for tensors in self.weights.values() for t in tensors)
         tensors = (*declared, *self.past.values(), *seen, *marks, *firsts, *self.values.values(), *weights)
         return Prelude(
             tensors=tensors,
+            declared=self.spec.tensors,
             history=history(self.spec),
             past=tuple((made, self.spec.tensor(name), by) for (name, by), made in self.past.items()),
             seen=tuple(sorted(self.seen)),
@@ -232,7 +234,7 @@ class _Made:
 
     def _seen(self, by: int) -> Ref:
         self.seen.add(by)
-        return Ref(_seen(by), "gate", ())
+        return Ref(seen_name(by), "gate", ())
 
     def _mark(self, name: str) -> Ref:
         self.marks.add(name)
@@ -338,7 +340,7 @@ def _gate(name: str, shape: Shape) -> Tensor:
     return Tensor(name, "gate", shape)
 
 
-def _seen(by: int) -> str:
+def seen_name(by: int) -> str:
     return f"seen__{by}"
 
 

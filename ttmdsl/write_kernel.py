@@ -39,12 +39,13 @@ from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.tuning import NOTHING, Tables, signature, without_gradients
+from ttmdsl.write_past import StepsPast
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN ORDER row head back slot inside token program"
-    " step block lane here there begin fresh piece slot_0".split()
+    " step block lane here there begin fresh piece slot_0 tokens".split()
 )
 
 _NAME = re.compile(r"\b[a-zA-Z_]\w*")
@@ -53,14 +54,18 @@ _LOAD = re.compile(r"(\w+) = tl\.load\(")
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
 
 
+When = Literal["", "step", "more"]
+
+
 @dataclass(frozen=True)
 class Argument:
     """A pointer of a kernel and the Python expression that launches pass for it. `dtype`: input, gate, float32 or
-    int64."""
+    int64. `when`: it is given for one token's step alone, or for more tokens, if not for both."""
 
     name: str
     value: str
     dtype: str
+    when: When = ""
 
 
 @dataclass(frozen=True)
@@ -132,12 +137,12 @@ class KernelText:
             found[without_gradients(self.name)] = without_gradients(self.signature)
         return found
 
-    def pointer(self, name: str, value: str, dtype: str) -> str:
+    def pointer(self, name: str, value: str, dtype: str, when: When = "") -> str:
         """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""
         known = {(a.value, a.dtype): a.name for a in self.arguments}
         if (value, dtype) not in known:
             known[value, dtype] = Names(known.values()).get(f"{name}_ptr")
-            self.arguments.append(Argument(known[value, dtype], value, dtype))
+            self.arguments.append(Argument(known[value, dtype], value, dtype, when))
         return known[value, dtype]
 
 
@@ -153,8 +158,10 @@ class KernelWriter:
         printer: TritonPrinter,
         given: Container[Node] = (),
         rounded: Container[Node] = (),
+        past: StepsPast | None = None,
     ) -> None:
         self.spec, self.text, self.unit, self.printer, self.rounded = spec, text, unit, printer, rounded
+        self.past = past
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
         self.sources = {before_name(t): t.keyword for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
@@ -187,6 +194,8 @@ class KernelWriter:
         """Text that loads a leaf at one unit."""
         order = self.shapes.get(leaf.name, ())
         match leaf.role:
+            case "token" if self.past and leaf.name in self.past.found:
+                return self.past.found[leaf.name].load(leaf, self.text.pointer)
             case "token":
                 pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
                 return load_token(pointer, leaf.axes, order)
@@ -441,9 +450,10 @@ def write_kernel(
     rounded: Container[Node] = (),
     tables: Tables = NOTHING,
     tokens: int = ROWS,
+    past: StepsPast | None = None,
 ) -> KernelText:
     """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
-    that are in the inputs' dtype; `tokens`: of a unit."""
+    that are in the inputs' dtype; `tokens`: of a unit; `past`: what one token's step finds by itself."""
     weight = weights(tokens)
 
     def write(number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
@@ -460,7 +470,7 @@ def write_kernel(
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
         late, printer.ordering = divmod(number, LATE)
         printer.turned, printer.few = turned(kernel), tokens < ROWS
-        writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded)
+        writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, past)
         if kernel.kind == "scan":
             _write_scan(kernel, writer, bool(late))
         else:
@@ -489,6 +499,9 @@ def _write_scan(kernel: Kernel, writer: KernelWriter, late: bool = False) -> Non
     loads: list[str] = []
     if kernel.program.unit == "token":
         text.before, text.ahead = writer.tokens(leaves)
+        if writer.past:
+            text.before += writer.past.begin(text.pointer)
+            text.after += writer.past.end(text.pointer)
     else:
         text.before, loads = writer.inputs(leaves)
     loads += writer.given(kernel)

@@ -1,0 +1,121 @@
+"""How the kernel of one token's step finds the tokens before it by itself, and leaves the past of the next one.
+
+Input: a layer as it is lowered. Output: for each tensor of the sequential form that the prelude makes what loads it from
+the state instead, as text; and the lines that store the state's past. A launch
+for more tokens, or one that a backward pass may follow, gives the kernel what the prelude makes, and no past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ttmdsl.ir import Axes, Node
+from ttmdsl.lower import Lowered
+from ttmdsl.past import COUNT, past_name
+from ttmdsl.print_triton import load_block, load_token, store_block
+from ttmdsl.spec import Ref, Tensor
+from ttmdsl.unfold import seen_name
+
+Point = Callable[..., str]  # `KernelText.pointer`
+
+_LANE = "(n * H + h)"  # a sequence's head
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A tensor that the prelude makes: of `tensor` so many tokens ago; or of a window's weights, that of the token so many
+    tokens ago; or, of no tensor, whether there is one."""
+
+    made: str
+    by: int
+    tensor: Tensor | None = None
+    depth: int = 0
+    weights: int = 0
+
+    def load(self, leaf: Node, point: Point) -> str:
+        """Text that loads it: made by the prelude, where it is, else from the state."""
+        held = "gate" if self.tensor is None else self.tensor.kind
+        shape = self.tensor.shape if self.depth and self.tensor is not None else ()
+        made = load_token(point(self.made, f'x.get("{self.made}")', held, "more"), leaf.axes, shape)
+        return f"({made} if {_tokens(point)} is None else {self._found(leaf.axes, point)})"
+
+    def _found(self, axes: Axes, point: Point) -> str:
+        there = f"tokens >= {self.by}"
+        if self.tensor is None:
+            return f"tl.where({there}, 1.0, 0.0)"
+        now = _now(self.tensor, point)
+        if self.weights:
+            weight = f"tl.load({now} + row_h * {self.weights} + {self.weights - 1 - self.by})"
+            return f"tl.where({there}, {weight}.to(tl.float32), 0.0)"
+        base = f"({_LANE} * {self.depth} + {self.depth - self.by})"
+        kept = load_block(_kept(self.tensor, point), base, axes, self.tensor.shape)
+        dtype = f"{now}.dtype.element_ty" if axes else "tl.float32"
+        return f"tl.where({there}, {kept}.to({dtype}), {load_token(now, axes, self.tensor.shape)})"
+
+
+def _tokens(point: Point) -> str:
+    return point(COUNT, f'start.get("{COUNT}")', "int64", "step")
+
+
+def _now(tensor: Tensor, point: Point) -> str:
+    return point(f"{tensor.keyword}_now", f'x.get("{tensor.keyword}")', tensor.kind, "step")
+
+
+def _kept(tensor: Tensor, point: Point) -> str:
+    return point(f"{tensor.keyword}_kept", f'start.get("{past_name(tensor)}")', "float32", "step")
+
+
+@dataclass(frozen=True)
+class StepsPast:
+    """All that one step finds: its tensors, by the names of those that are made, and the tensors whose past is kept, with
+    the number of tokens."""
+
+    found: dict[str, Earlier]
+    kept: tuple[tuple[Tensor, Axes, int], ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Entries of the state that it takes and leaves."""
+        return COUNT, *(past_name(tensor) for tensor, _, _ in self.kept)
+
+    def begin(self, point: Point) -> list[str]:
+        """Lines before the first load."""
+        return [f"if {_tokens(point)} is not None:", f"    tokens = tl.load({_tokens(point)} + n)"]
+
+    def end(self, point: Point) -> list[str]:
+        """Lines that store the past of the next token."""
+        number = point(f"{COUNT}_end", f'end.get("{COUNT}")', "int64", "step")
+        lines = ["if h == 0:", f"    tl.store({number} + n, tokens + 1)"]
+        for tensor, axes, depth in self.kept:
+            ends = point(f"{tensor.keyword}_past_end", f'end.get("{past_name(tensor)}")', "float32", "step")
+            now = load_token(_now(tensor, point), axes, tensor.shape)
+            kept = load_block(_kept(tensor, point), f"({_LANE} * {depth} + slot)", axes, tensor.shape)
+            lines += [
+                f"for slot in range(1, {depth}):",
+                "    " + store_block(ends, f"({_LANE} * {depth} + slot - 1)", axes, tensor.shape, kept),
+                store_block(ends, f"({_LANE} * {depth} + {depth - 1})", axes, tensor.shape, now),
+            ]
+        return [f"if {number} is not None:", *(f"    {line}" for line in lines)]
+
+
+def past_of_step(lowered: Lowered) -> StepsPast | None:
+    """How a step finds what the sequential form takes of the past; None where there is none, or where it is more than
+    tensors and weights as they are given."""
+    prelude = lowered.prelude
+    if not prelude.history or prelude.steps > 1 or prelude.step_dim:
+        return None
+    depths, gates = prelude.history, {t.name: t for t in prelude.declared if t.kind == "gate" and t.range != "decay"}
+    known = {made.keyword: Earlier(made.keyword, by, tensor, depths[tensor.name]) for made, tensor, by in prelude.past}
+    known |= {seen_name(by): Earlier(seen_name(by), by) for by in prelude.seen}
+    for made, e in prelude.weights:
+        if isinstance(e, Ref) and e.name in gates:
+            weights = (Earlier(t.keyword, by, gates[e.name], weights=len(made)) for by, t in enumerate(made))
+            known |= {weight.made: weight for weight in weights}
+    axes = {n.name: n.axes for n in lowered.token.forward.leaves() if n.role == "token"}
+    found = {name: known[name] for name in axes if name in known}
+    reached = {e.tensor: axes[e.made] for e in found.values() if e.tensor is not None and e.depth}
+    made_otherwise = axes.keys() - known.keys() - {t.keyword for t in prelude.declared}
+    if made_otherwise or {t.name for t in reached} != depths.keys():
+        return None
+    return StepsPast(found, tuple((tensor, axes, depths[tensor.name]) for tensor, axes in reached.items()))
