@@ -165,11 +165,9 @@ def compile_kernels(job: Job) -> list[Resources]:
     ]
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
-    rows = [_compile(job, module, kernel, sizes) for kernel in kernels]
-    return rows + [_compile(job, module, kernel, sizes, step=True) for kernel in kernels if kernel.name == _WALK]
-
-
-_WALK = "_token_forward_kernel"  # of single tokens: of a whole sequence, or in decoding a step
+    *walks, stepping = getattr(module, "STEP_POINTERS", {"": {}})  # the last is what a step of one token starts
+    rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name != stepping or not walks]
+    return rows + [_compile(job, module, kernel, sizes, step=True) for kernel in kernels if kernel.name == stepping]
 
 
 def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool = False) -> Resources:
@@ -184,8 +182,9 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
     else:
         pointers = module.KERNEL_POINTERS[name]
         constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype), capability(job.target))
-    if name == _WALK:
-        constants |= {"KEEP": not step, "EVEN": step} | dict.fromkeys(module.STEP_POINTERS["more" if step else "step"])
+    if step:
+        constants |= {"KEEP": False, "EVEN": True}
+    constants |= dict.fromkeys(getattr(module, "STEP_POINTERS", {}).get(name, {}).get("more" if step else "step", ()))
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
         argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype)

@@ -25,6 +25,7 @@ from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, signature, tuned_table, w
 from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
 from ttmdsl.write_past import past_of_step
 from ttmdsl.write_stages import StageTexts, write_stages
+from ttmdsl.write_step import write_step
 from ttmdsl.write_walks import write_token_backward
 
 
@@ -133,10 +134,12 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
         texts.append(_form_texts(spec, found, tokens, tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
-    scan = write_kernel(spec, token, past=past_of_step(lowered))
-    if lowered.batch > 1:
+    past = past_of_step(lowered)
+    step = write_step(lowered, past)
+    scans = (write_kernel(spec, token), step) if step else (write_kernel(spec, token, past=past),)
+    for scan in scans if lowered.batch > 1 else ():
         _count(scan, lowered.batch)
-    texts.append(FormTexts("token", (scan,), backward, dict.fromkeys(token.keeps, "float32"), {}))
+    texts.append(FormTexts("token", scans, backward, dict.fromkeys(token.keeps, "float32"), {}))
     return texts
 
 

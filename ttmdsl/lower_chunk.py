@@ -26,7 +26,7 @@ from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, normalised
 from ttmdsl.functions import X, aggregate
 from ttmdsl.ir import PAST, TOKEN_AXES, Axes, Node, Program, addends, base_dim, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
-from ttmdsl.lower_token import bind_tensors
+from ttmdsl.lower_token import bind_tensors, inner_dim
 from ttmdsl.rule import Jacobian, PassRule, UpdateRule
 from ttmdsl.state import momentum_name, point_name
 
@@ -82,9 +82,7 @@ def _lowered(rule: UpdateRule, aligned: bool, dims: Axes) -> Program:
     for pass_, derived in zip(spec.passes, rule.passes, strict=True):
         env[pass_.name] = _PassLowering(lower, pass_, derived, aligned, before).run(env, outputs)
     y = b.expand(env[spec.passes[-1].name], {"t", *spec.passes[-1].read.shape})
-    told = {dim for t in spec.tensors for dim in t.shape}
-    inner = (dim for p in spec.passes for m in p.memories for dim in m.shape if dim not in told)
-    return Program("chunk", dims, b, {"y": y, **outputs}, next(inner, ""))
+    return Program("chunk", dims, b, {"y": y, **outputs}, inner_dim(spec))
 
 
 @dataclass

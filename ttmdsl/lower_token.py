@@ -32,6 +32,12 @@ def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes, before: bool 
     return env
 
 
+def inner_dim(spec: sp.LayerSpec) -> str:
+    """A dim that memories have and no tensor, as the inner one of a deep memory; or ""."""
+    told = {dim for t in spec.tensors for dim in t.shape}
+    return next((dim for p in spec.passes for m in p.memories for dim in m.shape if dim not in told), "")
+
+
 def lower_token(rule: UpdateRule, dims: Axes) -> Program:
     """One token: gradient at the point, retention, optimizer step, projection, then the readout.
 

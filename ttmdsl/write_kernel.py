@@ -78,8 +78,8 @@ class Ahead:
 
 
 # of the sequential form: a walk over the tokens of a unit, or of a segment, or of many of these; a kernel for one
-# token, or for all of a unit
-TokenKind = Literal["walk", "segment", "piece", "turn", "unit"]
+# token of these, or for all of a unit; or for a step's one token
+TokenKind = Literal["walk", "segment", "piece", "turn", "unit", "step"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,67 @@
+"""The kernel of one token's step where memories have a dim that no tensor has: the inner one of a deep memory.
+
+Input: a `Lowered` and what the step finds of the past. Output: `KernelText`, or None where the walk over tokens serves as
+well. The walk keeps states in registers, which those of a deep memory overflow; a step has no next token to keep them
+for, so it walks over blocks of the inner dim instead, in rounds (rounds.py), and stores each block as it comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ttmdsl.ir import Node
+from ttmdsl.lower import Lowered
+from ttmdsl.lower_token import inner_dim
+from ttmdsl.rounds import rounds
+from ttmdsl.schedule import FULL
+from ttmdsl.tile_sums import regrouped
+from ttmdsl.tuning import signature
+from ttmdsl.write_kernel import KernelText, KernelWriter, printer_of
+from ttmdsl.write_past import StepsPast
+from ttmdsl.write_rounds import emit_rounds
+
+_LANE = "n * H + h"
+
+
+def write_step(lowered: Lowered, past: StepsPast | None) -> KernelText | None:
+    """The text of the kernel; its tensors are those of the sequence's one token."""
+    spec, program = lowered.rule.spec, regrouped(lowered.token.forward)
+    inner, roots = inner_dim(spec), [*program.outputs.values()]
+    points = [n for n in program.nodes if n.op == "select" and n.args[0].role == "fresh" and inner in n.axes]
+    found = rounds(roots, points, inner)
+    if not found:
+        return None
+    text = KernelText("_token_step_kernel", "y and the states after one token.", "step", inner=inner)
+    text.signature = signature("token step in rounds", roots)
+    printer = printer_of(program, spec, FULL)
+    writer = KernelWriter(spec, text, program.nodes, program.unit, printer, past=past)
+    leaves = program.leaves()
+    before, loads = writer.inputs(n for n in leaves if n.role != "carry")
+    for leaf in program.carries():
+        loaded = writer.load_state("start", leaf, _LANE)
+        if inner in leaf.axes:
+            printer.loads[leaf] = loaded
+        else:
+            printer.text[leaf] = printer.names.get(leaf.name)
+            loads.append(f"{printer.text[leaf]} = {loaded}")
+    for point in points:  # one of two states is loaded
+        fresh, *both = point.args
+        memory, kept = (writer.state("start", leaf) for leaf in both)
+        chosen = f"tl.where({printer.text[fresh]}, {memory}, {kept})"
+        printer.loads[point] = writer.load_state("start", both[0], _LANE).replace(memory, chosen)
+    then: dict[Node, list[Callable[[], list[str]]]] = {}
+    for name, value in program.outputs.items():
+        then.setdefault(value, []).append(_store(writer, name, value))
+    text.body = [*before, *(past.begin(text.pointer) if past else ()), *loads]
+    text.body += emit_rounds(printer, found, inner, {n: lambda n=n: [line for make in then[n] for line in make()] for n in then})
+    text.after = past.end(text.pointer) if past else []
+    text.alive = round(printer.alive, 1)
+    return text
+
+
+def _store(writer: KernelWriter, name: str, value: Node) -> Callable[[], list[str]]:
+    """What makes the lines that store an output: y, or a state where it is asked for."""
+    if not name.startswith("carry:"):
+        return lambda: writer.store_output(name, value, "")
+    leaf = writer.printer.builder.leaf("carry", name.removeprefix("carry:"), value.axes)
+    return lambda: writer.last_state("end", leaf, _LANE, writer.printer.sanitized(value))
