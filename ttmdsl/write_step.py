@@ -21,6 +21,7 @@ from ttmdsl.write_past import StepsPast
 from ttmdsl.write_rounds import emit_rounds
 
 _LANE = "n * H + h"
+_DEPTH_FIRST = 4  # of the orders in schedule.py the one that takes fewest registers where windows have many tokens
 
 
 def write_step(lowered: Lowered, past: StepsPast | None) -> KernelText | None:
@@ -34,6 +35,7 @@ def write_step(lowered: Lowered, past: StepsPast | None) -> KernelText | None:
     text = KernelText("_token_step_kernel", "y and the states after one token.", "step", inner=inner)
     text.signature = signature("token step in rounds", roots)
     printer = printer_of(program, spec, FULL)
+    printer.ordering = _DEPTH_FIRST
     writer = KernelWriter(spec, text, program.nodes, program.unit, printer, past=past)
     leaves = program.leaves()
     before, loads = writer.inputs(n for n in leaves if n.role != "carry")
