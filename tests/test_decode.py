@@ -37,6 +37,8 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "trellis": lambda: ttmdsl.load("trellis", b=4),
     "titans_linear": lambda: ttmdsl.load("titans_linear", b=6),
     "omega_linear": lambda: ttmdsl.load("omega_linear", b=4, c=3),
+    "power": lambda: ttmdsl.load("omega_linear", b=4, c=3, p=2),
+    "titans": lambda: ttmdsl.load("titans", b=2),
     "omega_net": lambda: ttmdsl.load("omega_net", b=4),
     "swla": lambda: ttmdsl.load("swla"),
     "ttt_mlp": lambda: ttmdsl.load("ttt_mlp", b=3),
@@ -89,8 +91,8 @@ def asked(name: str) -> tuple[list[str], int]:
 def test_a_step_asks_nothing_of_the_device(name: str, interpreter: ProcessPoolExecutor) -> None:
     waits, computes = interpreter.submit(asked, name).result()
     assert waits == []
-    windows = "tokens" in LAYERS[name]().STATE  # whose weights count no token before a sequence's first
-    assert computes <= {"delta_product": 10, "steps": 15}.get(name, int(windows))  # several steps are dealt out
+    # several steps are dealt out; a power's weights are multiplied by whether there are the tokens
+    assert computes <= {"delta_product": 10, "steps": 15, "power": 10}.get(name, 0)
 
 
 def far_on(name: str, batch: int, groups: int, seed: int) -> list[str]:
@@ -118,3 +120,36 @@ def test_sequences_decode_together_wherever_they_stand(
     interpreter: ProcessPoolExecutor, name: str, batch: int, groups: int, seed: int
 ) -> None:
     assert interpreter.submit(far_on, name, batch, groups, seed).result() == []
+
+
+def apart(name: str, dims: tuple[int, ...], number: int, seed: int) -> dict[str, float]:
+    """By how much steps without gradients differ from those with, whose tensors torch makes and whose kernel is the
+    walk over tokens: in y and every entry of the state; of sequences some of which have had no token."""
+    torch.set_num_threads(1)
+    module = LAYERS[name]()
+    drawn = draw(module, Shape("", batch=3, tokens=number, heads=2, dims=dims), dtype=torch.float32, seed=seed)
+    start = {k: t.detach() for k, t in (drawn.state or {}).items()}
+    if "tokens" in start:
+        start["tokens"] = torch.tensor([0, 1, 5])
+    states, worst = [start, start], dict.fromkeys(["y", *module.STATE], 0.0)
+    for i in range(number):
+        found = []
+        for state, recorded in zip(states, (False, True), strict=True):
+            x = {k: t.detach() if k in module.PARAMS else t[:, i].detach() for k, t in drawn.x.items()}
+            x = {k: t.clone().requires_grad_(recorded) for k, t in x.items()}
+            y, end = module.step(**x, initial_state=state, backend="triton")
+            assert y.requires_grad == recorded
+            found.append({"y": y.detach(), **{k: t.detach() for k, t in end.items()}})
+        for k, (a, b) in ((k, (found[0][k].double(), found[1][k].double())) for k in worst):
+            worst[k] = max(worst[k], float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)))
+        states = [{k: t for k, t in f.items() if k != "y"} for f in found]
+    return worst
+
+
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([*LAYERS]), st.sampled_from([(4, 3), (5,), (20, 6)]), st.integers(1, 4), st.integers(0, 99))
+def test_steps_without_gradients_are_those_with(
+    interpreter: ProcessPoolExecutor, name: str, dims: tuple[int, ...], number: int, seed: int
+) -> None:
+    worst = interpreter.submit(apart, name, dims, number, seed).result()
+    assert max(worst.values()) < 1e-4, worst

@@ -220,16 +220,32 @@ def forward_scans_of_small_heads_round_to_tf32() -> None:
 
 
 def many_heads_of_small_states_are_stepped_by_a_warp_each() -> None:
-    def warps(layer: str, lanes: int, kernel: str = "_token_forward_kernel") -> object:
+    def warps(
+        layer: str, lanes: int, kernel: str = "_token_forward_kernel", size: int = 64, step: bool = False
+    ) -> object:
         module = ttmdsl.load(layer)
-        sizes = dict.fromkeys(module._KERNELS[kernel][2], 64)
-        _, options = next(module._choices(kernel, sizes, "token", torch.bfloat16, 32, lanes, 90))
+        sizes = dict.fromkeys(module._KERNELS[kernel][2], size)
+        _, options = next(module._choices(kernel, sizes, "token", torch.bfloat16, 32, lanes, 90, step=step))
         return options["num_warps"]
 
     assert [warps("gated_delta_net", lanes) for lanes in (16, 128, 1024)] == [4, 4, 1]
     assert warps("gsa", 1024) == 4  # two states, which one warp would spill
     assert warps("gated_delta_net", 1024, "_token_backward_kernel") > 1
     assert [warps(layer, 128, "_token_again_kernel") for layer in ("lattice_dec", "mesa")] == [2, 4]
+    assert [warps("gated_delta_net", lanes, step=True) for lanes in (16, 1024)] == [4, 2]
+    assert [warps(layer, 1024, size=128, step=True) for layer in ("gated_delta_net", "mesa", "gsa")] == [4, 8, 8]
+    assert [warps(layer, 1024, size=64, step=True) for layer in ("mesa", "trellis")] == [2, 4]
+
+
+def a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads() -> None:
+    def taken(layer: str, head: int) -> tuple[object, object]:
+        module = ttmdsl.load(layer)
+        constants, options = module.kernel_constants(
+            "_token_step_kernel", {"d": head, "h": 4 * head}, torch.bfloat16, 90
+        )
+        return constants["P_h"], options["num_warps"]
+
+    assert [taken(layer, head) for layer in ("titans", "omega_net") for head in (64, 128)] == [(64, 4)] * 3 + [(32, 4)]
 
 
 def states_are_copied_ahead_beside_few_tiles_alone() -> None:
@@ -325,6 +341,7 @@ class FirstOf(torch.nn.Module):
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,
         many_heads_of_small_states_are_stepped_by_a_warp_each,
+        a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads,
         states_are_copied_ahead_beside_few_tiles_alone,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,

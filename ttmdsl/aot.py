@@ -192,7 +192,9 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
     }
     # as a launch with torch's tensors would find: their addresses are multiples of 16
     aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
-    spot = Resources(job.variant, f"{name}, a step" if step else name, job.target, job.head, job.dtype, options["num_warps"])
+    spot = Resources(
+        job.variant, f"{name}, a step" if step else name, job.target, job.head, job.dtype, options["num_warps"]
+    )
     limit = SHARED_KIB[capability(job.target)] * 1024
     began = time.perf_counter()
     try:

@@ -2,8 +2,8 @@
 
 Input: a `LayerSpec`, the lines of its derived update, and the source text of its sections: "reference" defines
 `_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`, and, which
-may be empty, "prelude" `_prelude(x, state, bounds, dtype, fresh, wanted, backend)` and "past" the kernel by which a step
-finds it. Output: one file that needs torch and triton alone.
+may be empty, "prelude" `_prelude(x, state, bounds, dtype, fresh, wanted, backend)` and "past", the kernel by which a
+step finds that. Output: one file that needs torch and triton alone.
 Does not print arithmetic, and decides nothing about schedules.
 
 A spec is untrusted text. Its names get here as identifiers, its numbers as numbers; its source gets into a string by

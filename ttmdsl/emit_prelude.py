@@ -53,8 +53,8 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False) -> st
 
 
 def emit_past(spec: s.LayerSpec) -> str:
-    """The source text of the kernel by which one token's step finds the past and leaves the next one's; "" where there is
-    none."""
+    """The source text of the kernel by which one token's step finds the past and leaves the next one's; "" where there
+    is none."""
     depths = history(spec)
     if not depths:
         return ""

@@ -59,11 +59,11 @@ class Bands:
 class Prelude:
     """What the backends take, and how the frame makes it, in this order.
 
-    declared: what the call takes. past: a made tensor, the declared one, by how many tokens. seen: the delays that weights ask about. With `steps` > 1
-    every token becomes that many, tensors with `step_dim` first being dealt out to them; `firsts` are decays that are 1
-    but at a token's first step. values: expressions of declared tensors, pasts and `seen`. weights: of windows, by how
-    many tokens ago, and the expression of all of them, the current token's last; zero where there is no such token.
-    bands: what chunks take, if it is something else.
+    declared: what the call takes. past: a made tensor, the declared one, by how many tokens. seen: the delays that
+    weights ask about. With `steps` > 1 every token becomes that many, tensors with `step_dim` first being dealt out to
+    them; `firsts` are decays that are 1 but at a token's first step. values: expressions of declared tensors, pasts and
+    `seen`. weights: of windows, by how many tokens ago, and the expression of all of them, the current token's last;
+    zero where there is no such token. bands: what chunks take, if it is something else.
     """
 
     tensors: tuple[Tensor, ...]

@@ -336,7 +336,7 @@ class KernelWriter:
         for leaf in self.waiting(kernel):
             if leaf.name in kernel.keeps:
                 actions.setdefault(leaf, []).append(functools.partial(self.keep, leaf, kernel))
-        return {n: functools.partial(_lines, many) for n, many in actions.items()}
+        return {n: functools.partial(all_lines, many) for n, many in actions.items()}
 
     def waiting(self, kernel: Kernel) -> list[Node]:
         """The states with the inner dim that a scan's units read or that are kept at their starts: they wait in memory
@@ -405,7 +405,8 @@ class KernelWriter:
         self.text.after.append(store_block(pointer, base, value.axes, param.shape, total))
 
 
-def _lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
+def all_lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
+    """The lines of several, one after the other."""
     return [line for action in actions for line in action()]
 
 

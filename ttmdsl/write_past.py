@@ -1,8 +1,8 @@
 """How the kernel of one token's step finds the tokens before it by itself, and leaves the past of the next one.
 
-Input: a layer as it is lowered. Output: for each tensor of the sequential form that the prelude makes what loads it from
-the state instead, as text; and the lines that store the state's past. A launch
-for more tokens, or one that a backward pass may follow, gives the kernel what the prelude makes, and no past.
+Input: a layer as it is lowered. Output: for each tensor of the sequential form that the prelude makes what loads it
+from the state instead, as text; and the lines that store the state's past. A launch for more tokens, or one that a
+backward pass may follow, gives the kernel what the prelude makes, and no past.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LANE = "(n * H + h)"  # a sequence's head
 
 @dataclass(frozen=True)
 class Earlier:
-    """A tensor that the prelude makes: of `tensor` so many tokens ago; or of a window's weights, that of the token so many
-    tokens ago; or, of no tensor, whether there is one."""
+    """A tensor that the prelude makes: `tensor` so many tokens ago, of `depth` that are kept; or of a window's
+    `weights`, so many, that of the token so many tokens ago; or, of no tensor, whether there is one."""
 
     made: str
     by: int
@@ -68,8 +68,8 @@ def _kept(tensor: Tensor, point: Point) -> str:
 
 @dataclass(frozen=True)
 class StepsPast:
-    """All that one step finds: its tensors, by the names of those that are made, and the tensors whose past is kept, with
-    the number of tokens."""
+    """All that one step finds: its tensors, by the names of those that are made, and the tensors whose past is kept,
+    with their axes and the number of tokens."""
 
     found: dict[str, Earlier]
     kept: tuple[tuple[Tensor, Axes, int], ...]

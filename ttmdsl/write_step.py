@@ -1,13 +1,15 @@
 """The kernel of one token's step where memories have a dim that no tensor has: the inner one of a deep memory.
 
-Input: a `Lowered` and what the step finds of the past. Output: `KernelText`, or None where the walk over tokens serves as
-well. The walk keeps states in registers, which those of a deep memory overflow; a step has no next token to keep them
-for, so it walks over blocks of the inner dim instead, in rounds (rounds.py), and stores each block as it comes to it.
+Input: a `Lowered` and what the step finds of the past. Output: `KernelText`, or None where the walk over tokens serves
+as well. The walk keeps states in registers, which those of a deep memory overflow; a step has no next token to keep
+them for, so it walks over blocks of the inner dim instead, in rounds (rounds.py), and stores each block as it comes to
+it. Of a memory and its gradient point, which are one where a group begins, a round that takes the point loads one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ttmdsl.ir import Node
 from ttmdsl.lower import Lowered
@@ -16,7 +18,7 @@ from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL
 from ttmdsl.tile_sums import regrouped
 from ttmdsl.tuning import signature
-from ttmdsl.write_kernel import KernelText, KernelWriter, printer_of
+from ttmdsl.write_kernel import KernelText, KernelWriter, all_lines, printer_of
 from ttmdsl.write_past import StepsPast
 from ttmdsl.write_rounds import emit_rounds
 
@@ -55,7 +57,7 @@ def write_step(lowered: Lowered, past: StepsPast | None) -> KernelText | None:
     for name, value in program.outputs.items():
         then.setdefault(value, []).append(_store(writer, name, value))
     text.body = [*before, *(past.begin(text.pointer) if past else ()), *loads]
-    text.body += emit_rounds(printer, found, inner, {n: lambda n=n: [line for make in then[n] for line in make()] for n in then})
+    text.body += emit_rounds(printer, found, inner, {n: partial(all_lines, many) for n, many in then.items()})
     text.after = past.end(text.pointer) if past else []
     text.alive = round(printer.alive, 1)
     return text
