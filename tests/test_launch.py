@@ -241,7 +241,7 @@ def a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads() -
     def taken(layer: str, head: int) -> tuple[object, object]:
         module = ttmdsl.load(layer)
         constants, options = module.kernel_constants(
-            "_token_step_kernel", {"d": head, "h": 4 * head}, torch.bfloat16, 90
+            "_token_step_kernel", {"d": head, "h": 4 * head}, torch.bfloat16, 90, step=True
         )
         return constants["P_h"], options["num_warps"]
 

@@ -181,9 +181,8 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
         pointers, constants, options = of.ahead(job.head)
     else:
         pointers = module.KERNEL_POINTERS[name]
-        constants, options = module.kernel_constants(name, sizes, getattr(torch, job.dtype), capability(job.target))
-    if step:
-        constants |= {"KEEP": False, "EVEN": True}
+        place = getattr(torch, job.dtype), capability(job.target), *((True,) if step else ())
+        constants, options = module.kernel_constants(name, sizes, *place)
     constants |= dict.fromkeys(getattr(module, "STEP_POINTERS", {}).get(name, {}).get("more" if step else "step", ()))
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
