@@ -165,9 +165,9 @@ def compile_kernels(job: Job) -> list[Resources]:
     ]
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
-    *walks, stepping = getattr(module, "STEP_POINTERS", {"": {}})  # the last is what a step of one token starts
-    rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name != stepping or not walks]
-    return rows + [_compile(job, module, kernel, sizes, step=True) for kernel in kernels if kernel.name == stepping]
+    starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
+    rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name not in starts[1:]]
+    return rows + [_compile(job, module, k, sizes, step=True) for k in kernels if k.name in starts[-1:]]
 
 
 def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool = False) -> Resources:
@@ -183,7 +183,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
         pointers = module.KERNEL_POINTERS[name]
         place = getattr(torch, job.dtype), capability(job.target), *((True,) if step else ())
         constants, options = module.kernel_constants(name, sizes, *place)
-    constants |= dict.fromkeys(getattr(module, "STEP_POINTERS", {}).get(name, {}).get("more" if step else "step", ()))
+    constants |= dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if step else "step", ()))
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
         argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype)

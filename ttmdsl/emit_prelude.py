@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttmdsl import spec as s
-from ttmdsl.past import history, kept_name, past_name
+from ttmdsl.past import kept_name, past_name
 from ttmdsl.print_reference import Printer, fn_params
 from ttmdsl.templates import render
 from ttmdsl.unfold import FIRST, LAST, Prelude
@@ -52,13 +52,11 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False) -> st
     )
 
 
-def emit_past(spec: s.LayerSpec) -> str:
+def emit_past(spec: s.LayerSpec, prelude: Prelude) -> str:
     """The source text of the kernel by which one token's step finds the past and leaves the next one's; "" where there
     is none."""
-    depths = history(spec)
-    if not depths:
-        return ""
-    return render("past_kernel.py.j2", past=[(spec.tensor(name).keyword, depth) for name, depth in depths.items()])
+    past = [(spec.tensor(name).keyword, depth) for name, depth in prelude.history.items()]
+    return render("past_kernel.py.j2", past=past) if past else ""
 
 
 def _past(prelude: Prelude) -> list[tuple[str, dict[int, str]]]:

@@ -135,7 +135,7 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
     past = past_of_step(lowered)
-    step = write_step(lowered, past)
+    step = write_step(spec, token.program, past)
     scans = (write_kernel(spec, token), step) if step else (write_kernel(spec, token, past=past),)
     for scan in scans if lowered.batch > 1 else ():
         _count(scan, lowered.batch)

@@ -92,7 +92,7 @@ def sections(job: Job) -> dict[str, str]:
         "prelude": emit_prelude(spec, lowered.prelude, alone),
         "torch": emit_torch(lowered),
         "triton": emit_triton(lowered, job.tables),
-        "past": "" if alone else emit_past(spec),
+        "past": "" if alone else emit_past(spec, lowered.prelude),
     }
 
 

@@ -1,9 +1,10 @@
 """The kernel of one token's step where memories have a dim that no tensor has: the inner one of a deep memory.
 
-Input: a `Lowered` and what the step finds of the past. Output: `KernelText`, or None where the walk over tokens serves
-as well. The walk keeps states in registers, which those of a deep memory overflow; a step has no next token to keep
-them for, so it walks over blocks of the inner dim instead, in rounds (rounds.py), and stores each block as it comes to
-it. Of a memory and its gradient point, which are one where a group begins, a round that takes the point loads one.
+Input: the program that the walk over tokens computes, and what the step finds of the past. Output: `KernelText`, or
+None where the walk serves as well. The walk keeps states in registers, which those of a deep memory overflow; a step
+has no next token to keep them for, so it walks over blocks of the inner dim instead, in rounds (rounds.py), and stores
+each block as it comes to it. Of a memory and its gradient point, which are one where a group begins, a round that takes
+the point loads one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ttmdsl.ir import Node
-from ttmdsl.lower import Lowered
+from ttmdsl.ir import Node, Program
 from ttmdsl.lower_token import inner_dim
+from ttmdsl.print_triton import load_block
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL
-from ttmdsl.tile_sums import regrouped
+from ttmdsl.spec import LayerSpec
 from ttmdsl.tuning import signature
 from ttmdsl.write_kernel import KernelText, KernelWriter, all_lines, printer_of
 from ttmdsl.write_past import StepsPast
@@ -26,9 +27,8 @@ _LANE = "n * H + h"
 _DEPTH_FIRST = 4  # of the orders in schedule.py the one that takes fewest registers where windows have many tokens
 
 
-def write_step(lowered: Lowered, past: StepsPast | None) -> KernelText | None:
+def write_step(spec: LayerSpec, program: Program, past: StepsPast | None) -> KernelText | None:
     """The text of the kernel; its tensors are those of the sequence's one token."""
-    spec, program = lowered.rule.spec, regrouped(lowered.token.forward)
     inner, roots = inner_dim(spec), [*program.outputs.values()]
     points = [n for n in program.nodes if n.op == "select" and n.args[0].role == "fresh" and inner in n.axes]
     found = rounds(roots, points, inner)
@@ -52,7 +52,8 @@ def write_step(lowered: Lowered, past: StepsPast | None) -> KernelText | None:
         fresh, *both = point.args
         memory, kept = (writer.state("start", leaf) for leaf in both)
         chosen = f"tl.where({printer.text[fresh]}, {memory}, {kept})"
-        printer.loads[point] = writer.load_state("start", both[0], _LANE).replace(memory, chosen)
+        order = writer.states[both[0].name]
+        printer.loads[point] = f"{load_block(chosen, _LANE, point.axes, order)}.to(tl.float32)"
     then: dict[Node, list[Callable[[], list[str]]]] = {}
     for name, value in program.outputs.items():
         then.setdefault(value, []).append(_store(writer, name, value))
