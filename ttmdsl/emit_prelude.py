@@ -22,7 +22,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False) -> st
     if prelude.empty:
         return ""
     nodes = [n for _, e in (*prelude.values, *prelude.weights) for n in walk(e)]
-    stepped = [t.keyword for t in spec.tensors if t.kind != "param" and _stepped(t, prelude)]
+    stepped = [t.keyword for t in spec.tensors if prelude.stepped(t)]
     bands = prelude.bands
     taken = bands.tensors if bands else prelude.tensors
     shared = _Values(spec, prelude, [v for v in prelude.values if v[0] in taken or not bands], prelude.weights)
@@ -35,7 +35,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False) -> st
         takes=[t.keyword for t in prelude.tensors],
         ends=[(past_name(spec.tensor(name)), spec.tensor(name).keyword) for name in prelude.history],
         past=_past(prelude),
-        stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if _stepped(t, prelude))],
+        stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if prelude.stepped(t))],
         marks=[t.name for t in prelude.tensors if t.name in (FIRST, LAST)],
         firsts=[(made.keyword, t.keyword, t.kind == "param") for made, t in prelude.firsts],
         values=[*shared.each(), *rest.each(), *shared.of_windows()],
@@ -65,10 +65,6 @@ def _past(prelude: Prelude) -> list[tuple[str, dict[int, str]]]:
     for made, tensor, by in prelude.past:
         found.setdefault(tensor.keyword, {})[by] = made.keyword
     return [*found.items()]
-
-
-def _stepped(tensor: s.Tensor, prelude: Prelude) -> bool:
-    return bool(prelude.step_dim) and tensor.shape[:1] == (prelude.step_dim,)
 
 
 @dataclass(frozen=True)

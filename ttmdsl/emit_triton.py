@@ -23,7 +23,7 @@ from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, signature, tuned_table, without_gradients
 from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
-from ttmdsl.write_past import past_of_step
+from ttmdsl.write_alone import step_alone
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_step import write_step
 from ttmdsl.write_walks import write_token_backward
@@ -134,9 +134,9 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
         texts.append(_form_texts(spec, found, tokens, tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
-    past = past_of_step(lowered)
-    step = write_step(spec, token.program, past)
-    scans = (write_kernel(spec, token), step) if step else (write_kernel(spec, token, past=past),)
+    alone = step_alone(lowered)
+    step = write_step(spec, token.program, alone) if lowered.prelude.steps == 1 else None
+    scans = (write_kernel(spec, token), step) if step else (write_kernel(spec, token, alone=alone),)
     for scan in scans if lowered.batch > 1 else ():
         _count(scan, lowered.batch)
     texts.append(FormTexts("token", scans, backward, dict.fromkeys(token.keeps, "float32"), {}))
@@ -223,7 +223,8 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         batch=lowered.batch,
         steps=lowered.prelude.steps,
         bands=lowered.bands,
-        left=past.keys if (past := past_of_step(lowered)) else (),
+        alone=(alone := step_alone(lowered)),
+        left=alone.keys if alone else (),
         past=PAST,
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},

@@ -81,18 +81,18 @@ def sections(job: Job) -> dict[str, str]:
     from ttmdsl.emit_torch import emit_torch
     from ttmdsl.emit_triton import emit_triton
     from ttmdsl.kernel_form import LoweredKernel
-    from ttmdsl.write_past import past_of_step
+    from ttmdsl.write_alone import step_alone
 
     spec, lowered = job.done["check"], job.done["lower"]
     if isinstance(lowered, LoweredKernel):
         return kernel_sections(lowered, job.tables)
-    alone = past_of_step(lowered) is not None
+    by_itself = step_alone(lowered) is not None
     return {
         "reference": emit_reference(spec),
-        "prelude": emit_prelude(spec, lowered.prelude, alone),
+        "prelude": emit_prelude(spec, lowered.prelude, by_itself),
         "torch": emit_torch(lowered),
         "triton": emit_triton(lowered, job.tables),
-        "past": "" if alone else emit_past(spec, lowered.prelude),
+        "past": "" if by_itself else emit_past(spec, lowered.prelude),
     }
 
 

@@ -283,10 +283,12 @@ def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a chunk's tokens are: the first row of an array of [rows, *order], and those of the tokens from there."""
+    """Where a chunk's tokens are: the first row of an array of [rows, *order], and those of the tokens from there; and
+    where a lone token is."""
 
     first: str = "head"
     token: str = "row"
+    lone: str = "row_h"
 
 
 OF_TENSORS = Rows()
@@ -296,7 +298,7 @@ def token_address(pointer: str, axes: Axes, order: Axes, at_rows: Rows = OF_TENS
     """Address of a per-token tile: rows of [B * T, H, *order] for the chunk's tokens, or one token's block."""
     dims = tuple(x for x in axes if x != "t")
     if "t" not in axes:
-        return _block(pointer, "row_h", dims, order)
+        return _block(pointer, at_rows.lone, dims, order)
     rows = at(at_rows.token, ("t",), axes)
     if not dims:
         return f"({pointer} + {at_rows.first}) + {rows}"

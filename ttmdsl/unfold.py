@@ -83,6 +83,10 @@ class Prelude:
         """Whether the backends take the declared tensors as they are."""
         return not (self.history or self.values or self.steps > 1 or self.step_dim)
 
+    def stepped(self, tensor: Tensor) -> bool:
+        """Whether a declared tensor has an entry for each gradient step."""
+        return at_step(tensor, self.step_dim) is not tensor
+
 
 def unfold(rule: UpdateRule) -> tuple[UpdateRule, UpdateRule | None, Prelude]:
     """The rule that the lowerings take, another one for chunks alone where windows may be bands of weights, and their
@@ -171,7 +175,7 @@ class _Made:
 
     def prelude(self) -> Prelude:
         """What has been collected; the declared tensors first."""
-        declared = [replace(t, shape=self._at_step(t)) for t in self.spec.tensors]
+        declared = [at_step(t, self.step_dim) for t in self.spec.tensors]
         marks = [_gate(name, ()) for name in sorted(self.marks)]
         seen = [_gate(seen_name(by), ()) for by in sorted(self.seen)]
         firsts = [made for made, _ in self.firsts.values()]
@@ -189,10 +193,6 @@ class _Made:
             values=tuple((made, e) for e, made in self.values.items()),
             weights=tuple((made, e) for e, made in self.weights.items()),
         )
-
-    def _at_step(self, tensor: Tensor) -> Shape:
-        stepped = tensor.kind != "param" and self.step_dim and tensor.shape[:1] == (self.step_dim,)
-        return tensor.shape[1:] if stepped else tensor.shape
 
     # -- expressions ------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class _Made:
     def _past(self, name: str, by: int) -> Ref:
         declared = self.spec.tensor(name)
         if (name, by) not in self.past:
-            self.past[name, by] = replace(declared, name=f"{name}__past{by}", shape=self._at_step(declared))
+            self.past[name, by] = replace(at_step(declared, self.step_dim), name=f"{name}__past{by}")
         made = self.past[name, by]
         return Ref(made.name, made.kind, made.shape)
 
@@ -334,6 +334,12 @@ class _Made:
             self.firsts[name] = Tensor(own, "gate", decay.shape, "decay"), decay
         made = self.firsts[name][0]
         return Ref(made.name, "gate", made.shape)
+
+
+def at_step(tensor: Tensor, step_dim: str) -> Tensor:
+    """A declared tensor at one gradient step: the tensor itself, if it has no entry for each."""
+    own = tensor.kind != "param" and step_dim and tensor.shape[:1] == (step_dim,)
+    return replace(tensor, shape=tensor.shape[1:]) if own else tensor
 
 
 def _gate(name: str, shape: Shape) -> Tensor:

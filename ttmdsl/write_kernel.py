@@ -39,13 +39,13 @@ from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.tuning import NOTHING, Tables, signature, without_gradients
-from ttmdsl.write_past import StepsPast
+from ttmdsl.write_alone import Alone
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN ORDER row head back slot inside token program"
-    " step block lane here there begin fresh piece slot_0 tokens".split()
+    " step block lane here there begin fresh piece slot_0 tokens row_s".split()
 )
 
 _NAME = re.compile(r"\b[a-zA-Z_]\w*")
@@ -94,8 +94,8 @@ class Kept:
 @dataclass
 class KernelText:
     """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state. `found`: what a
-    walk that finds a segment's states again leaves of every token, and its axes. `others`: the body in other orders, by
-    their numbers."""
+    walk that finds a segment's states again leaves of every token, and its axes. `steps`: gradient steps of a token that
+    it deals out itself. `others`: the body in other orders, by their numbers."""
 
     name: str
     doc: str
@@ -116,6 +116,7 @@ class KernelText:
     ahead: list[Ahead] = field(default_factory=list)
     found: dict[str, Axes] = field(default_factory=dict)
     kept: Kept | None = None
+    steps: int = 1
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
     signature: str = ""
@@ -158,10 +159,11 @@ class KernelWriter:
         printer: TritonPrinter,
         given: Container[Node] = (),
         rounded: Container[Node] = (),
-        past: StepsPast | None = None,
+        alone: Alone | None = None,
     ) -> None:
         self.spec, self.text, self.unit, self.printer, self.rounded = spec, text, unit, printer, rounded
-        self.past = past
+        self.alone = alone
+        text.steps = alone.steps if alone else 1
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
         self.sources = {before_name(t): t.keyword for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
@@ -194,8 +196,8 @@ class KernelWriter:
         """Text that loads a leaf at one unit."""
         order = self.shapes.get(leaf.name, ())
         match leaf.role:
-            case "token" if self.past and leaf.name in self.past.found:
-                return self.past.found[leaf.name].load(leaf, self.text.pointer)
+            case "token" if self.alone and leaf.name in self.alone.found:
+                return self.alone.found[leaf.name].load(leaf, self.text.pointer)
             case "token":
                 pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
                 return load_token(pointer, leaf.axes, order)
@@ -451,10 +453,10 @@ def write_kernel(
     rounded: Container[Node] = (),
     tables: Tables = NOTHING,
     tokens: int = ROWS,
-    past: StepsPast | None = None,
+    alone: Alone | None = None,
 ) -> KernelText:
     """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
-    that are in the inputs' dtype; `tokens`: of a unit; `past`: what one token's step finds by itself."""
+    that are in the inputs' dtype; `tokens`: of a unit; `alone`: what one token's step finds by itself."""
     weight = weights(tokens)
 
     def write(number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
@@ -471,7 +473,7 @@ def write_kernel(
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
         late, printer.ordering = divmod(number, LATE)
         printer.turned, printer.few = turned(kernel), tokens < ROWS
-        writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, past)
+        writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone)
         if kernel.kind == "scan":
             _write_scan(kernel, writer, bool(late))
         else:
@@ -500,9 +502,9 @@ def _write_scan(kernel: Kernel, writer: KernelWriter, late: bool = False) -> Non
     loads: list[str] = []
     if kernel.program.unit == "token":
         text.before, text.ahead = writer.tokens(leaves)
-        if writer.past:
-            text.before += writer.past.begin(text.pointer)
-            text.after += writer.past.end(text.pointer)
+        if writer.alone:
+            text.before += writer.alone.begin(text.pointer)
+            text.after += writer.alone.end(text.pointer)
     else:
         text.before, loads = writer.inputs(leaves)
     loads += writer.given(kernel)

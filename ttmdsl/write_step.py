@@ -20,14 +20,14 @@ from ttmdsl.schedule import FULL
 from ttmdsl.spec import LayerSpec
 from ttmdsl.tuning import signature
 from ttmdsl.write_kernel import KernelText, KernelWriter, all_lines, printer_of
-from ttmdsl.write_past import StepsPast
+from ttmdsl.write_alone import Alone
 from ttmdsl.write_rounds import emit_rounds
 
 _LANE = "n * H + h"
 _DEPTH_FIRST = 4  # of the orders in schedule.py the one that takes fewest registers where windows have many tokens
 
 
-def write_step(spec: LayerSpec, program: Program, past: StepsPast | None) -> KernelText | None:
+def write_step(spec: LayerSpec, program: Program, alone: Alone | None) -> KernelText | None:
     """The text of the kernel; its tensors are those of the sequence's one token."""
     inner, roots = inner_dim(spec), [*program.outputs.values()]
     points = [n for n in program.nodes if n.op == "select" and n.args[0].role == "fresh" and inner in n.axes]
@@ -38,7 +38,7 @@ def write_step(spec: LayerSpec, program: Program, past: StepsPast | None) -> Ker
     text.signature = signature("token step in rounds", roots)
     printer = printer_of(program, spec, FULL)
     printer.ordering = _DEPTH_FIRST
-    writer = KernelWriter(spec, text, program.nodes, program.unit, printer, past=past)
+    writer = KernelWriter(spec, text, program.nodes, program.unit, printer, alone=alone)
     leaves = program.leaves()
     before, loads = writer.inputs(n for n in leaves if n.role != "carry")
     for leaf in program.carries():
@@ -57,9 +57,9 @@ def write_step(spec: LayerSpec, program: Program, past: StepsPast | None) -> Ker
     then: dict[Node, list[Callable[[], list[str]]]] = {}
     for name, value in program.outputs.items():
         then.setdefault(value, []).append(_store(writer, name, value))
-    text.body = [*before, *(past.begin(text.pointer) if past else ()), *loads]
+    text.body = [*before, *(alone.begin(text.pointer) if alone else ()), *loads]
     text.body += emit_rounds(printer, found, inner, {n: partial(all_lines, many) for n, many in then.items()})
-    text.after = past.end(text.pointer) if past else []
+    text.after = alone.end(text.pointer) if alone else []
     text.alive = round(printer.alive, 1)
     return text
 
