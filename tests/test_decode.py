@@ -177,8 +177,10 @@ def apart(name: str, dims: tuple[int, ...], number: int, seed: int) -> dict[str,
     return worst
 
 
-@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([*LAYERS]), st.sampled_from([(4, 3), (5,), (20, 6)]), st.integers(1, 4), st.integers(0, 99))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([*LAYERS]), st.sampled_from([(4, 3), (5,), (20, 6), (5, 40)]), st.integers(1, 4), st.integers(0, 99)
+)
 def test_steps_without_gradients_are_those_with(
     interpreter: ProcessPoolExecutor, name: str, dims: tuple[int, ...], number: int, seed: int
 ) -> None:

@@ -232,9 +232,22 @@ def many_heads_of_small_states_are_stepped_by_a_warp_each() -> None:
     assert warps("gsa", 1024) == 4  # two states, which one warp would spill
     assert warps("gated_delta_net", 1024, "_token_backward_kernel") > 1
     assert [warps(layer, 128, "_token_again_kernel") for layer in ("lattice_dec", "mesa")] == [2, 4]
-    assert [warps("gated_delta_net", lanes, step=True) for lanes in (16, 1024)] == [4, 2]
-    assert [warps(layer, 1024, size=128, step=True) for layer in ("gated_delta_net", "mesa", "gsa")] == [4, 8, 8]
+    assert [warps("mesa", lanes, step=True) for lanes in (16, 1024)] == [4, 2]
+    assert [warps(layer, 1024, size=128, step=True) for layer in ("mesa", "gsa")] == [8, 8]
     assert [warps(layer, 1024, size=64, step=True) for layer in ("mesa", "trellis")] == [2, 4]
+
+
+def a_step_splits_states_whose_columns_are_independent() -> None:
+    def taken(layer: str, d_k: int, d_v: int = 64) -> tuple[object, object]:
+        module = ttmdsl.load(layer)
+        sizes = {"d_k": d_k, "d_v": d_v}
+        constants, options = module.kernel_constants("_token_forward_kernel", sizes, torch.bfloat16, 90, step=True)
+        return constants["P_d_v"], options["num_warps"]
+
+    assert [taken("gated_delta_net", d_k) for d_k in (60, 128, 256, 512)] == [(16, 2), (16, 2), (16, 4), (16, 8)]
+    assert [taken("omega_linear", 64, d_v) for d_v in (8, 128)] == [(16, 2), (16, 2)]
+    assert [taken("delta_product", d_k) for d_k in (64, 128, 256)] == [(16, 1), (16, 1), (16, 4)]
+    assert taken("mesa", 64) == (64, 4)  # a sum over its columns comes between
 
 
 def a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads() -> None:
@@ -341,6 +354,7 @@ class FirstOf(torch.nn.Module):
         states_that_nobody_gives_or_asks_for_are_absent,
         forward_scans_of_small_heads_round_to_tf32,
         many_heads_of_small_states_are_stepped_by_a_warp_each,
+        a_step_splits_states_whose_columns_are_independent,
         a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads,
         states_are_copied_ahead_beside_few_tiles_alone,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,

@@ -7,13 +7,13 @@ The templates frame the kernels, whose text write_kernel.py writes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Axes, Program
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Division, Plan, plan, walks_at
+from ttmdsl.plan import Division, Plan, free_axis, plan, walks_at
 from ttmdsl.replay import replay
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
@@ -22,8 +22,8 @@ from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, signature, tuned_table, without_gradients
-from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
 from ttmdsl.write_alone import step_alone
+from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_step import write_step
 from ttmdsl.write_walks import write_token_backward
@@ -34,7 +34,8 @@ def token_kernel(program: Program) -> Kernel:
     y = tuple((k, v) for k, v in program.outputs.items() if not k.startswith("carry:"))
     kept = tuple(n.name for n in program.carries())
     carried, handed = tuple(program.ends().items()), tuple(handed_on(program).items())
-    return Kernel("_token_forward_kernel", "scan", program, False, y, carried, kept, handed=handed)
+    kernel = Kernel("_token_forward_kernel", "scan", program, False, y, carried, kept, handed=handed)
+    return replace(kernel, blocked=free_axis(program, kernel.roots))
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,8 @@ class AtStep:
 
 @dataclass(frozen=True)
 class Alone:
-    """All that a step's kernel finds alone: its tensors, by the names that the walk takes them by, and the tensors whose
-    past is kept, with their axes and the number of tokens. `steps`: gradient steps of one token."""
+    """All that a step's kernel finds alone: its tensors, by the names that the walk takes them by, and the tensors of
+    which a past is kept, with their axes and the number of tokens. `steps`: gradient steps of one token."""
 
     found: Mapping[str, Found]
     kept: tuple[tuple[Tensor, Axes, int], ...] = ()
@@ -146,7 +146,7 @@ class Alone:
             now = load_token(_now(tensor, point), axes, tensor.shape)
             kept = load_block(_kept(tensor, point), f"({_LANE} * {depth} + slot)", axes, tensor.shape)
             lines += [
-                f"for slot in range(1, {depth}):",
+                f"for slot in tl.static_range(1, {depth}):",
                 "    " + store_block(ends, f"({_LANE} * {depth} + slot - 1)", axes, tensor.shape, kept),
                 store_block(ends, f"({_LANE} * {depth} + {depth - 1})", axes, tensor.shape, now),
             ]

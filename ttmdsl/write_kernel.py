@@ -94,8 +94,9 @@ class Kept:
 @dataclass
 class KernelText:
     """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state. `found`: what a
-    walk that finds a segment's states again leaves of every token, and its axes. `steps`: gradient steps of a token that
-    it deals out itself. `others`: the body in other orders, by their numbers."""
+    walk that finds a segment's states again leaves of every token, and its axes. `steps`: gradient steps of a
+    token that it deals out by itself. `aside`: what no token's value takes part in, once the first token is being
+    loaded. `others`: the body in other orders, by their numbers."""
 
     name: str
     doc: str
@@ -110,6 +111,7 @@ class KernelText:
     of_tokens: bool = False
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
+    aside: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     others: dict[int, list[str]] = field(default_factory=dict)
     after: list[str] = field(default_factory=list)
@@ -504,7 +506,7 @@ def _write_scan(kernel: Kernel, writer: KernelWriter, late: bool = False) -> Non
         text.before, text.ahead = writer.tokens(leaves)
         if writer.alone:
             text.before += writer.alone.begin(text.pointer)
-            text.after += writer.alone.end(text.pointer)
+            text.aside = writer.alone.end(text.pointer)
     else:
         text.before, loads = writer.inputs(leaves)
     loads += writer.given(kernel)

@@ -19,8 +19,8 @@ from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL
 from ttmdsl.spec import LayerSpec
 from ttmdsl.tuning import signature
-from ttmdsl.write_kernel import KernelText, KernelWriter, all_lines, printer_of
 from ttmdsl.write_alone import Alone
+from ttmdsl.write_kernel import KernelText, KernelWriter, all_lines, printer_of
 from ttmdsl.write_rounds import emit_rounds
 
 _LANE = "n * H + h"
@@ -58,8 +58,8 @@ def write_step(spec: LayerSpec, program: Program, alone: Alone | None) -> Kernel
     for name, value in program.outputs.items():
         then.setdefault(value, []).append(_store(writer, name, value))
     text.body = [*before, *(alone.begin(text.pointer) if alone else ()), *loads]
+    text.body += alone.end(text.pointer) if alone else []  # while what was asked for is on its way
     text.body += emit_rounds(printer, found, inner, {n: partial(all_lines, many) for n, many in then.items()})
-    text.after = alone.end(text.pointer) if alone else []
     text.alive = round(printer.alive, 1)
     return text
 
