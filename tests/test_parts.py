@@ -91,26 +91,32 @@ def test_a_factor_is_of_its_own_size() -> None:
     assert transfers(chunk.forward) == []
 
 
-def parted(name: str, lengths: tuple[int, ...], state: bool) -> tuple[list[int], dict[str, float]]:
+TURNED = """layer Turned { dim d_k, d_v input q[d_k], k[d_k], v[d_v] gate a: decay, b: unit
+  memory S[d_k, d_v] bias 1/2 * |S^T @ k - v|^2 retention a * S optimizer gd(rate = b) read S^T @ q }"""
+
+
+def parted(
+    name: str, lengths: tuple[int, ...], state: bool, dims: tuple[int, int]
+) -> tuple[list[int], dict[str, float]]:
     """Parts of each sequence, and the error of y, final states and every gradient; in the interpreter's process."""
     torch.set_num_threads(1)
-    module = ttmdsl.load(name)
+    module = ttmdsl.compile(name) if " " in name else ttmdsl.load(name)
     with pytest.MonkeyPatch.context() as patch:  # a device that wants many parts
         patch.setattr(module, "_processors", lambda device: 10**6)
         patch.setattr(module, "_LEAST_UNITS", 1)
         patch.setattr(module, "_MOST_PARTS", 4)
         module._schedule.cache_clear()
-        found = _parted(module, lengths, state)
+        found = _parted(module, lengths, state, dims)
         module._schedule.cache_clear()
     return found
 
 
-def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[int], dict[str, float]]:
+def _parted(
+    module: Any, lengths: tuple[int, ...], state: bool, dims: tuple[int, int]
+) -> tuple[list[int], dict[str, float]]:
     from ttmdsl.drawing import Shape, draw
 
-    shape = Shape(
-        "", tokens=lengths[0], heads=2, dims=(6, 10), lengths=lengths if len(lengths) > 1 else (), state=state
-    )
+    shape = Shape("", tokens=lengths[0], heads=2, dims=dims, lengths=lengths if len(lengths) > 1 else (), state=state)
     drawn = draw(module, shape)
     packed = {"cu_seqlens": torch.tensor(drawn.bounds)} if drawn.bounds else {}
     results = []
@@ -139,21 +145,23 @@ def _parted(module: Any, lengths: tuple[int, ...], state: bool) -> tuple[list[in
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths", "state"),
+    ("name", "lengths", "state", "dims"),
     [
-        ("gated_delta_net", (64 * 5 + 9,), True),
-        ("gated_delta_net", (64 * 4, 64 * 3 + 1, 0, 70), True),
-        ("mamba2", (64 * 4,), False),
-        ("gla", (64 * 4 + 3, 64 * 3), True),
-        ("gsa", (64 * 3 + 1,), True),
-        ("rwkv7", (64 * 3 + 5,), True),
-        ("swla", (64 * 3 + 5,), True),
-        ("swla", (64 * 3, 64 * 4 + 2, 1), False),
+        ("gated_delta_net", (64 * 5 + 9,), True, (6, 10)),
+        ("gated_delta_net", (64 * 4, 64 * 3 + 1, 0, 70), True, (6, 10)),
+        ("gated_delta_net", (64 * 4 + 1,), True, (70, 40)),  # matrices in several blocks
+        (TURNED, (64 * 4, 64 * 3 + 1), True, (70, 40)),
+        ("mamba2", (64 * 4,), False, (6, 10)),
+        ("gla", (64 * 4 + 3, 64 * 3), True, (6, 10)),
+        ("gsa", (64 * 3 + 1,), True, (6, 10)),
+        ("rwkv7", (64 * 3 + 5,), True, (6, 10)),
+        ("swla", (64 * 3 + 5,), True, (6, 10)),
+        ("swla", (64 * 3, 64 * 4 + 2, 1), False, (6, 10)),
     ],
 )
 def test_parts_are_the_whole(
-    name: str, lengths: tuple[int, ...], state: bool, interpreter: ProcessPoolExecutor
+    name: str, lengths: tuple[int, ...], state: bool, dims: tuple[int, int], interpreter: ProcessPoolExecutor
 ) -> None:
-    parts, errors = interpreter.submit(parted, name, lengths, state).result()
+    parts, errors = interpreter.submit(parted, name, lengths, state, dims).result()
     assert max(parts) >= 3
     assert {k: e for k, e in errors.items() if not e < 1e-5} == {}
