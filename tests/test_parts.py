@@ -96,7 +96,7 @@ TURNED = """layer Turned { dim d_k, d_v input q[d_k], k[d_k], v[d_v] gate a: dec
 
 
 def parted(
-    name: str, lengths: tuple[int, ...], state: bool, dims: tuple[int, int]
+    name: str, lengths: tuple[int, ...], state: bool, dims: tuple[int, int] = (6, 10)
 ) -> tuple[list[int], dict[str, float]]:
     """Parts of each sequence, and the error of y, final states and every gradient; in the interpreter's process."""
     torch.set_num_threads(1)
@@ -104,6 +104,7 @@ def parted(
     with pytest.MonkeyPatch.context() as patch:  # a device that wants many parts
         patch.setattr(module, "_processors", lambda device: 10**6)
         patch.setattr(module, "_LEAST_UNITS", 1)
+        patch.setattr(module, "_FEWEST_PARTS", 3)
         patch.setattr(module, "_MOST_PARTS", 4)
         module._schedule.cache_clear()
         found = _parted(module, lengths, state, dims)
