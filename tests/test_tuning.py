@@ -27,6 +27,7 @@ from ttmdsl.tuning import (
     Tables,
     digest,
     files,
+    in_step,
     read,
     read_all,
     signature,
@@ -345,6 +346,33 @@ def test_a_scan_that_stores_no_states_has_entries_of_its_own(tuned: Path, interp
     assert interpreter.submit(warps, str(tuned)).result() == [8, 8, 8, 8]
     write(tuned, Table("sm_90", [*with_them, wide(without_gradients(SCAN), 2)]))
     assert interpreter.submit(warps, str(tuned)).result() == [8, 2, 8, 8]
+
+
+def warps_in_a_step(folder: str) -> list[object]:
+    import os
+
+    import torch
+
+    os.environ["TTM_TUNED_DIR"] = folder
+    try:
+        choices = ttmdsl.load("mesa")._choices
+        place = "_token_forward_kernel", {"d_k": 64, "d_v": 64}, "token", torch.float32, 16, 1024, 90, False
+        return [next(choices(*place, step=step))[1]["num_warps"] for step in (False, True)]
+    finally:
+        del os.environ["TTM_TUNED_DIR"]
+
+
+def test_a_step_has_entries_of_its_own(tuned: Path, interpreter: ProcessPoolExecutor) -> None:
+    known = signatures("mesa")["KERNEL_SIGNATURES"]
+
+    def wide(name: str, num_warps: int) -> Entry:
+        return replace(entry(known[name], (16, 64, 64), 1024, num_warps=num_warps), bytes=4)
+
+    walks = [wide("_token_forward_kernel", 8), wide(without_gradients("_token_forward_kernel"), 8)]
+    write(tuned, Table("sm_90", walks))
+    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 2]  # the rules
+    write(tuned, Table("sm_90", [*walks, wide(in_step("_token_forward_kernel"), 1)]))
+    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 1]
 
 
 def test_kernels_ahead_of_time_take_what_the_table_says(tuned: Path) -> None:

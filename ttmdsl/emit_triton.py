@@ -21,7 +21,7 @@ from ttmdsl.state import POSITION
 from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
-from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, signature, tuned_table, without_gradients
+from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, in_step, signature, tuned_table, without_gradients
 from ttmdsl.write_alone import step_alone
 from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
 from ttmdsl.write_stages import StageTexts, write_stages
@@ -209,6 +209,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         signatures=signatures,
         tuned=tables.kernels(signatures),
         without_gradients=without_gradients,
+        in_step=in_step,
         tuned_chunks=tables.chunks(form_signatures if lowered.batch == 1 else {}),
         tuned_table=tuned_table,
         everywhere=EVERYWHERE,

@@ -220,6 +220,11 @@ def without_gradients(name: str) -> str:
     return f"{name} without gradients"
 
 
+def in_step(name: str) -> str:
+    """What a kernel, or its signature, is called where each sequence has one token."""
+    return f"{name} in a step"
+
+
 # ---- signatures ---------------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ from ttmdsl.schedule import FULL, LATE, ROWS, Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
-from ttmdsl.tuning import NOTHING, Tables, signature, without_gradients
+from ttmdsl.tuning import NOTHING, Tables, in_step, signature, without_gradients
 from ttmdsl.write_alone import Alone
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
@@ -132,12 +132,15 @@ class KernelText:
 
     @property
     def signatures(self) -> dict[str, str]:
-        """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then."""
+        """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then; and in
+        a step, if it walks over tokens, or is for one alone."""
         forward = self.kind in ("scan", "map") and not self.reverse
         stores_less = forward and (self.keep or any("KEEP" in line for line in self.body))
         found = {self.name: self.signature}
         if stores_less:
             found[without_gradients(self.name)] = without_gradients(self.signature)
+        if self.kind == "step" or (self.kind == "scan" and self.ahead):
+            found[in_step(self.name)] = in_step(self.signature)
         return found
 
     def pointer(self, name: str, value: str, dtype: str, when: When = "") -> str:

@@ -26,7 +26,7 @@ from ttmdsl.bench.subjects import Case, dims_at, own
 from ttmdsl.bench.tune import Facts, Times, Trial, Verdict
 from ttmdsl.drawing import sizes_of
 from ttmdsl.parity import family_errors
-from ttmdsl.tuning import CONFIG, Entry, without_gradients
+from ttmdsl.tuning import CONFIG, Entry, in_step, without_gradients
 
 PATIENCE = 240.0  # seconds that a trial may take: the first ones of a deep memory do take 120, side by side
 
@@ -252,7 +252,7 @@ def facts(trial: Trial) -> Facts:
         kernels, forms = {}, {}
         for name, signature in module.KERNEL_SIGNATURES.items():
             if name in places:
-                kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k)))
+                kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k), in_step(k)))
                 chosen = fitted.get(name) or module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
                 constants, options = chosen
                 # the rules let a thread have all registers that there are, as does a configuration that says nothing
