@@ -142,6 +142,14 @@ def test_what_differs_without_gradients_or_in_a_step_is_not_timed(monkeypatch: p
     monkeypatch.setattr(module, "_torch", only_sequences)
     assert verdict(module, case())[1].startswith("check: y 1.0e-01, grad")
 
+    def only_steps_with_gradients(x: dict[str, Tensor], state: dict[str, Tensor]) -> Any:
+        y, final = right(x, state)
+        recorded = any(t.requires_grad for t in x.values())
+        return (y if recorded or y.shape[1] > 1 else 1.1 * y), final
+
+    monkeypatch.setattr(module, "_torch", only_steps_with_gradients)
+    assert verdict(module, case())[1] == "check: y of a step without gradients"
+
 
 def test_a_peer_that_computes_something_else_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ttmdsl.load("delta_net")

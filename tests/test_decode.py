@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ttmdsl
 from ttmdsl.drawing import Drawn, Shape, draw
-from ttmdsl.parity import parity
+from ttmdsl.parity import parity, step_errors
 
 STEPS = """
 layer Steps {
@@ -155,26 +155,14 @@ def test_sequences_decode_together_wherever_they_stand(
 
 def apart(name: str, dims: tuple[int, ...], number: int, seed: int) -> dict[str, float]:
     """By how much steps without gradients differ from those with, whose tensors torch makes and whose kernel is the
-    walk over tokens: in y and every entry of the state; of sequences some of which have had no token."""
+    walk over tokens; of sequences some of which have had no token."""
     torch.set_num_threads(1)
     module = LAYERS[name]()
     drawn = draw(module, Shape("", batch=3, tokens=number, heads=2, dims=dims), dtype=torch.float32, seed=seed)
-    start = {k: t.detach() for k, t in (drawn.state or {}).items()}
-    if "tokens" in start:
-        start["tokens"] = torch.tensor([0, 1, 5])
-    states, worst = [start, start], dict.fromkeys(["y", *module.STATE], 0.0)
-    for i in range(number):
-        found = []
-        for state, recorded in zip(states, (False, True), strict=True):
-            x = {k: t.detach() if k in module.PARAMS else t[:, i].detach() for k, t in drawn.x.items()}
-            x = {k: t.clone().requires_grad_(recorded) for k, t in x.items()}
-            y, end = module.step(**x, initial_state=state, backend="triton")
-            assert y.requires_grad == recorded
-            found.append({"y": y.detach(), **{k: t.detach() for k, t in end.items()}})
-        for k, (a, b) in ((k, (found[0][k].double(), found[1][k].double())) for k in worst):
-            worst[k] = max(worst[k], float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)))
-        states = [{k: t for k, t in f.items() if k != "y"} for f in found]
-    return worst
+    if "tokens" in module.STATE:
+        assert drawn.state is not None
+        drawn.state["tokens"] = torch.tensor([0, 1, 5])
+    return step_errors(module, drawn, "triton")
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -178,6 +178,27 @@ def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
     return difference / max(rms(expected), least) if max(rms(expected), least) > 0 else math.inf
 
 
+def step_errors(module: Any, drawn: Drawn, backend: str, device: torch.device | str = "cpu") -> dict[str, float]:
+    """By how much steps over the drawn tokens, one after the other, differ without gradients, as decoding takes them,
+    from the same with: of y and of every entry of the state, the largest difference over the largest number."""
+    start = {k: t.detach().to(device) for k, t in (drawn.state or {}).items()}
+    starts, worst = {False: start, True: start}, dict.fromkeys(("y", *module.STATE), 0.0)
+    for i in range(drawn.x[next(k for k in drawn.x if k not in module.PARAMS)].shape[1]):
+        found = {}
+        for recorded, state in starts.items():
+            x = {k: (t if k in module.PARAMS else t[:, i]).detach().to(device) for k, t in drawn.x.items()}
+            x = {k: t.clone().requires_grad_(recorded) for k, t in x.items()}
+            y, end = module.step(**x, initial_state=state or None, backend=backend)
+            found[recorded] = {"y": y.detach(), **{k: t.detach() for k, t in end.items()}}
+        for k in worst:
+            alone, expected = found[False][k].double(), found[True][k].double()
+            if alone.numel():
+                error = float((alone - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
+                worst[k] = max(worst[k], error) if error == error else math.inf
+        starts = {recorded: {k: t for k, t in ends.items() if k != "y"} for recorded, ends in found.items()}
+    return worst
+
+
 def family_errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
     """The relative error of every quantity of a family, by name, where `dtype` is that of the inputs; infinite where
     there is only one of both."""

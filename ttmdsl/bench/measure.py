@@ -101,8 +101,8 @@ def verdict(module: Any, case: Case, kept: Path | None = None) -> tuple[float, s
     gradients the outputs must be the same. The oracle is the reference where the torch backend is what is timed, else
     that backend in float64, which the tests hold to the reference; what it finds is kept in a folder, if one is given.
     """
-    from ttmdsl.drawing import Shape
-    from ttmdsl.parity import parity
+    from ttmdsl.drawing import Shape, draw
+    from ttmdsl.parity import parity, step_errors
 
     backend, (_, _, H, D) = resolved(case), case.shape
     lengths = (33,) if backend == "torch" else (128, 67)
@@ -116,7 +116,7 @@ def verdict(module: Any, case: Case, kept: Path | None = None) -> tuple[float, s
         rows = parity(module, shapes=shapes, backends=[backend], **how)
         plain = own(replace(case, shape=(1, lengths[0], H, D)), module, backend)
         alone, trained = plain.only_forward()(), plain.forward().detach()
-        apart = _apart(module, shapes[-1], case, backend)
+        apart = step_errors(module, draw(module, shapes[-1], dtype=case.torch_dtype), backend, case.device)
     except Exception as error:  # a backend that cannot run, or no memory for the oracle
         return float("nan"), f"check: {error}"[:300]
     if not rows:
@@ -124,25 +124,8 @@ def verdict(module: Any, case: Case, kept: Path | None = None) -> tuple[float, s
     misses = [f"{row.quantity} {row.error:.1e}" for row in rows if not row.ok]
     if not torch.allclose(alone, trained, rtol=1e-2, atol=1e-2, equal_nan=True):  # type: ignore[arg-type]
         misses.append("y without gradients")
-    misses += [f"{name} of a step without gradients" for name in apart]
+    misses += [f"{name} of a step without gradients" for name, error in apart.items() if error > 1e-2]
     return max(row.error for row in rows), f"check: {', '.join(misses)}"[:300] if misses else ""
-
-
-def _apart(module: Any, shape: Any, case: Case, backend: str) -> list[str]:
-    """What of a step, y or an entry of the state, is not the same without gradients, as decoding takes it, as with."""
-    from ttmdsl.drawing import draw
-
-    drawn = draw(module, shape, dtype=case.torch_dtype)
-    state = {k: t.detach().to(case.device) for k, t in (drawn.state or {}).items()}
-
-    def found(recorded: bool) -> dict[str, Any]:
-        x = {k: (t if k in module.PARAMS else t[:, 0]).detach().to(case.device) for k, t in drawn.x.items()}
-        x = {k: t.requires_grad_(recorded) for k, t in x.items()}
-        y, end = module.step(**x, initial_state=state or None, backend=backend)
-        return {"y": y.detach(), **end}
-
-    one, other = found(False), found(True)
-    return [k for k in one if not torch.allclose(one[k], other[k].detach(), rtol=1e-2, atol=1e-2, equal_nan=True)]
 
 
 def bench(cases: Iterable[Case], clock: Clock, wanted: Wanted, done: Container[Key] = ()) -> Iterator[Row]:
