@@ -356,8 +356,9 @@ def warps_in_a_step(folder: str) -> list[object]:
     os.environ["TTM_TUNED_DIR"] = folder
     try:
         choices = ttmdsl.load("mesa")._choices
-        place = "_token_forward_kernel", {"d_k": 64, "d_v": 64}, "token", torch.float32, 16, 1024, 90, False
-        return [next(choices(*place, step=step))[1]["num_warps"] for step in (False, True)]
+        place = "_token_forward_kernel", {"d_k": 64, "d_v": 64}, "token", torch.float32, 16
+        ways = (1024, False), (1024, True), (16, True)  # sequences times heads, and whether it is a step
+        return [next(choices(*place, lanes, 90, False, step=step))[1]["num_warps"] for lanes, step in ways]
     finally:
         del os.environ["TTM_TUNED_DIR"]
 
@@ -370,9 +371,9 @@ def test_a_step_has_entries_of_its_own(tuned: Path, interpreter: ProcessPoolExec
 
     walks = [wide("_token_forward_kernel", 8), wide(without_gradients("_token_forward_kernel"), 8)]
     write(tuned, Table("sm_90", walks))
-    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 2]  # the rules
+    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 2, 4]  # a step's by the rules
     write(tuned, Table("sm_90", [*walks, wide(in_step("_token_forward_kernel"), 1)]))
-    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 1]
+    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 1, 4]  # measured with many heads
 
 
 def test_kernels_ahead_of_time_take_what_the_table_says(tuned: Path) -> None:
