@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ir_eval import Interpreter, draw_leaf
 from test_lower import lowered, shipped
 
@@ -162,6 +164,24 @@ def _parted(
 )
 def test_parts_are_the_whole(
     name: str, lengths: tuple[int, ...], state: bool, dims: tuple[int, int], interpreter: ProcessPoolExecutor
+) -> None:
+    parts, errors = interpreter.submit(parted, name, lengths, state, dims).result()
+    assert max(parts) >= 3
+    assert {k: e for k, e in errors.items() if not e < 1e-5} == {}
+
+
+LINEAR = "abc delta_net delta_product dplr gated_delta_net gla gsa hgrn2 linear_attention mamba2 rwkv7 swla".split()
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([*LINEAR, TURNED]),
+    st.tuples(st.integers(192, 330), st.integers(0, 330)),
+    st.booleans(),
+    st.sampled_from([(6, 10), (20, 18), (70, 40), (17, 33)]),
+)
+def test_parts_of_any_lengths_are_the_whole(
+    interpreter: ProcessPoolExecutor, name: str, lengths: tuple[int, ...], state: bool, dims: tuple[int, int]
 ) -> None:
     parts, errors = interpreter.submit(parted, name, lengths, state, dims).result()
     assert max(parts) >= 3
