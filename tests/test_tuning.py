@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import ttmdsl
 from ttmdsl import cache
@@ -286,8 +287,6 @@ def compared(layer: str, folder: str) -> tuple[list[str], dict[str, Any]]:
     """In the process that interprets kernels: what misses, and what was launched."""
     import os
 
-    import torch
-
     from ttmdsl.drawing import Shape
     from ttmdsl.parity import parity
 
@@ -318,18 +317,14 @@ def test_launches_take_what_the_table_says(tuned: Path, interpreter: ProcessPool
         assert found["num_stages"] == config.get("num_stages", 3)
 
 
-def warps(folder: str) -> list[int]:
-    """In the process that interprets kernels: of a scan and of a map, with gradients and without."""
+def warps(folder: str, layer: str, launches: list[tuple[Any, ...]]) -> list[int]:
+    """In the process that interprets kernels: what `_choices` of a layer's module has first, with a folder's tables."""
     import os
-
-    import torch
 
     os.environ["TTM_TUNED_DIR"] = folder
     try:
-        choices = ttmdsl.load("gated_delta_net")._choices
-        place = {"d_k": 64, "d_v": 64}, "chunk", torch.float32, 64, 128, 90  # for which no table is shipped
-        kernels = SCAN, "_chunk_forward_free_kernel"
-        return [next(choices(name, *place, keep))[1]["num_warps"] for name in kernels for keep in (True, False)]
+        choices = ttmdsl.load(layer)._choices
+        return [next(choices(*launch))[1]["num_warps"] for launch in launches]
     finally:
         del os.environ["TTM_TUNED_DIR"]
 
@@ -341,26 +336,13 @@ def test_a_scan_that_stores_no_states_has_entries_of_its_own(tuned: Path, interp
     def wide(name: str, num_warps: int) -> Entry:
         return replace(entry(known[name], num_warps=num_warps), bytes=4)
 
+    place = {"d_k": 64, "d_v": 64}, "chunk", torch.float32, 64, 128, 90  # for which no table is shipped
+    launches = [(name, *place, keep) for name in (SCAN, "_chunk_forward_free_kernel") for keep in (True, False)]
     with_them = [wide(SCAN, 8), wide("_chunk_forward_free_kernel", 8)]
     write(tuned, Table("sm_90", with_them))
-    assert interpreter.submit(warps, str(tuned)).result() == [8, 8, 8, 8]
+    assert interpreter.submit(warps, str(tuned), "gated_delta_net", launches).result() == [8, 8, 8, 8]
     write(tuned, Table("sm_90", [*with_them, wide(without_gradients(SCAN), 2)]))
-    assert interpreter.submit(warps, str(tuned)).result() == [8, 2, 8, 8]
-
-
-def warps_in_a_step(folder: str) -> list[object]:
-    import os
-
-    import torch
-
-    os.environ["TTM_TUNED_DIR"] = folder
-    try:
-        choices = ttmdsl.load("mesa")._choices
-        place = "_token_forward_kernel", {"d_k": 64, "d_v": 64}, "token", torch.float32, 16
-        ways = (1024, False), (1024, True), (16, True)  # sequences times heads, and whether it is a step
-        return [next(choices(*place, lanes, 90, False, step=step))[1]["num_warps"] for lanes, step in ways]
-    finally:
-        del os.environ["TTM_TUNED_DIR"]
+    assert interpreter.submit(warps, str(tuned), "gated_delta_net", launches).result() == [8, 2, 8, 8]
 
 
 def test_a_step_has_entries_of_its_own(tuned: Path, interpreter: ProcessPoolExecutor) -> None:
@@ -369,11 +351,14 @@ def test_a_step_has_entries_of_its_own(tuned: Path, interpreter: ProcessPoolExec
     def wide(name: str, num_warps: int) -> Entry:
         return replace(entry(known[name], (16, 64, 64), 1024, num_warps=num_warps), bytes=4)
 
+    place = "_token_forward_kernel", {"d_k": 64, "d_v": 64}, "token", torch.float32, 16
+    ways = (1024, False), (1024, True), (16, True)  # sequences times heads, and whether it is a step
+    launches = [(*place, lanes, 90, False, step) for lanes, step in ways]
     walks = [wide("_token_forward_kernel", 8), wide(without_gradients("_token_forward_kernel"), 8)]
     write(tuned, Table("sm_90", walks))
-    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 2, 4]  # a step's by the rules
+    assert interpreter.submit(warps, str(tuned), "mesa", launches).result() == [8, 2, 4]  # a step's by the rules
     write(tuned, Table("sm_90", [*walks, wide(in_step("_token_forward_kernel"), 1)]))
-    assert interpreter.submit(warps_in_a_step, str(tuned)).result() == [8, 1, 4]  # measured with many heads
+    assert interpreter.submit(warps, str(tuned), "mesa", launches).result() == [8, 1, 4]  # measured with many heads
 
 
 def test_kernels_ahead_of_time_take_what_the_table_says(tuned: Path) -> None:

@@ -227,6 +227,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         bands=lowered.bands,
         alone=(alone := step_alone(lowered)),
         left=alone.keys if alone else (),
+        dealt=alone is not None and alone.steps > 1,
         past=PAST,
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},

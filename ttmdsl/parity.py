@@ -189,6 +189,7 @@ def step_errors(module: Any, drawn: Drawn, backend: str, device: torch.device | 
             x = {k: (t if k in module.PARAMS else t[:, i]).detach().to(device) for k, t in drawn.x.items()}
             x = {k: t.clone().requires_grad_(recorded) for k, t in x.items()}
             y, end = module.step(**x, initial_state=state or None, backend=backend)
+            assert y.requires_grad == recorded
             found[recorded] = {"y": y.detach(), **{k: t.detach() for k, t in end.items()}}
         for k in worst:
             alone, expected = found[False][k].double(), found[True][k].double()
