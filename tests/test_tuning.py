@@ -380,7 +380,6 @@ def test_what_finds_no_room_gives_way_to_the_rules(interpreter: ProcessPoolExecu
 
 def launches_on_a_small_device() -> list[tuple[str, int]]:
     """In the process that interprets kernels: the launches of a kernel that has room for no block of 32."""
-    import torch
     import triton
 
     module = ttmdsl.load("linear_attention")
