@@ -24,7 +24,17 @@ from typing import Any
 import pytest
 from aot_matrix import OLD, VARIANTS, triton_36
 
-from ttmdsl.aot import Job, Resources, capability, compile_all, compile_kernels, parse_variant, table, to_json
+from ttmdsl.aot import (
+    Job,
+    Resources,
+    capability,
+    compile_all,
+    compile_kernels,
+    loads_in_loops,
+    parse_variant,
+    table,
+    to_json,
+)
 from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
 
@@ -68,6 +78,7 @@ class Compiler:
                 record_property("spill", {"triton": "newest" if self.packages is None else OLD, **asdict(row)})
         failures = [f"{r.kernel} D={r.head} {r.target}: {r.error}" for r in rows if r.error]
         assert not failures, "\n".join(failures)
+        assert job.target != "sm_90" or not any(r.waits for r in rows)
         kernels = {r.kernel for r in rows}
         assert {"_token_forward_kernel", "_token_backward_kernel"} <= kernels
         assert all(r.registers > 0 for r in rows)
@@ -196,6 +207,22 @@ def test_variants_and_targets() -> None:
     for target in ("sm_7", "90", "sm_x"):
         with pytest.raises(LoadError, match="expected one of sm_80"):
             capability(target)
+
+
+def test_loads_in_loops() -> None:
+    text = """
+  %a = tt.load %p : !tt.ptr<i64>
+  %b = scf.for %i = %c0 to %n step %c1 iter_args(%s = %z) -> (f32) {
+    %c = tt.load %q : tensor<64x!tt.ptr<f32>, #blocked>
+    scf.if %d {
+      tt.store %r, %c
+    }
+    %e = ttg.async_copy_global_to_local %t, %u
+    %f = tt.load %v : !tt.ptr<f32>
+    scf.yield %f : f32
+  }
+  %g = tt.load %w : !tt.ptr<f32>"""
+    assert loads_in_loops(text) == 2
 
 
 def test_reports() -> None:

@@ -272,6 +272,22 @@ def states_are_copied_ahead_beside_few_tiles_alone() -> None:
     assert [stages(size) for size in (64, 128)] == [(3, 3), (1, 1)]
 
 
+def scans_copy_all_ahead_but_where_less_was_measured_faster() -> None:
+    module = ttmdsl.load("gsa")
+
+    def stages(kernel: str, size: int) -> tuple[object, object]:
+        sizes = dict.fromkeys(("d_k", "d_v", "m"), size)
+        constants, options = module.kernel_constants(kernel, sizes, torch.bfloat16, 90)
+        assert "copied" not in options
+        return constants.get("STAGES", "none of its own"), options["num_stages"]
+
+    assert stages("_chunk_forward_scan_1_kernel", 64) == (3, 3)
+    assert stages("_chunk_forward_scan_1_kernel", 128) == (None, 3)  # as the tables have it
+    assert stages("_token_forward_kernel", 64)[0] == "none of its own"  # what walks over tokens loads ahead itself
+    deep = ttmdsl.load("titans")
+    assert not any("_scan_" in kernel for kernel in deep._STAGED)  # nor do loops around other loops
+
+
 def maps_of_tokens_alone_keep_four_warps_in_heads_of_128() -> None:
     module = ttmdsl.load("gsa")
     maps = {kernel: (way, alive) for kernel, (way, alive, *_) in module._KERNELS.items() if way.startswith("map")}
@@ -357,6 +373,7 @@ class FirstOf(torch.nn.Module):
         a_step_splits_states_whose_columns_are_independent,
         a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads,
         states_are_copied_ahead_beside_few_tiles_alone,
+        scans_copy_all_ahead_but_where_less_was_measured_faster,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,
         tangents_are_not_dropped,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -359,9 +360,37 @@ def test_weights_of_tokens_alone_are_found_ahead_of_a_scan_whose_writes_are_free
         if kind != "token":
             before, *_ = plan(kind, form).forward
             assert before.kind == "map"
-            assert {n.axes for n in before.saves} == {("t", "s"), (PAST, "t")}
+            assert {n.axes for n in before.saves if n.role != "token"} == {("t", "s"), (PAST, "t")}
     for name in ("retnet", "mamba2", "linear_attention"):  # one product for weights
         assert [k.kind for k in plan("chunk", forms(name, {})["chunk"]).forward] == ["scan"]
+
+
+@every_plan
+def test_gates_come_to_scans_by_way_of_the_kernel_before_them(form: Form, found: Plan) -> None:
+    def gates(kernels: Iterable[Kernel]) -> set[Node]:
+        return {n for k in kernels for n in k.leaves() if n.role == "token" and n.axes == ("t",)}
+
+    first, scans = found.forward[0], [k for k in found.kernels() if k.kind == "scan"]
+    left = {n for n in first.saves if n.op == "leaf"}
+    if first.kind == "map" and not form.forward.inner:
+        assert not gates(scans)
+        assert left == {n for k in scans for n in k.given if n.op == "leaf"}
+        assert left <= gates([first])
+    else:
+        assert not left
+    others = [k for k in found.kernels() if k.kind == "map"]
+    assert not any(n.op == "leaf" for k in others for n in k.given)  # they wait for none, and load them as they are
+
+
+def test_units_of_few_tokens_have_a_kernel_for_gates() -> None:
+    form = forms("moneta", {})["chunk"]
+    for tokens, kinds in ((16, ["map", "scan"]), (64, ["scan"])):
+        assert [k.kind for k in plan("chunk", form, tokens).forward] == kinds
+    first, scan = plan("chunk", form, 16).forward
+    assert {n.name for n in first.saves} == {"eta", "log_alpha"}
+    assert set(first.saves) <= set(scan.given)
+    deep = forms("ttt_mlp", {})["chunk"]  # its scans walk over blocks: a unit takes long
+    assert not any(n.op == "leaf" for k in plan("chunk", deep, 16).forward for n in k.saves)
 
 
 @pytest.mark.parametrize(("name", "consts"), [("titans_linear", {"b": 64}), ("omega_linear", {"b": 64})])

@@ -46,7 +46,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel takes. `stack` in bytes: above 0, registers were spilled. `error` is empty if it compiled."""
+    """What one kernel takes. `stack` in bytes: above 0, registers were spilled. `waits`: tensors that a walk over chunks
+    loads when it comes to a chunk, and not ahead. `error` is empty if it compiled."""
 
     variant: str
     kernel: str
@@ -59,6 +60,7 @@ class Resources:
     shared: int = 0
     seconds: float = 0.0
     error: str = ""
+    waits: int = 0
 
 
 def parse_variant(variant: str) -> tuple[str, dict[str, float]]:
@@ -197,9 +199,10 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
     limit = SHARED_KIB[capability(job.target)] * 1024
     began = time.perf_counter()
     try:
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         target = GPUTarget("cuda", capability(job.target), 32)
         for stages in range(options["num_stages"], 0, -1):  # as a launch takes fewer where shared memory is short
+            constants |= {"STAGES": stages} if constants.get("STAGES") else {}
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
             binary = triton.compile(source, target=target, options={**options, "num_stages": stages})
             shared = binary.metadata.shared
             if shared <= limit:
@@ -208,11 +211,13 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
         lines = str(error).strip().splitlines() or [""]
         return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
     registers, stack = resource_usage(binary.asm["cubin"])
+    ahead = (constants.get("STAGES") or 1) > 1
     return replace(
         spot,
         registers=registers,
         stack=stack,
         shared=shared,
+        waits=loads_in_loops(binary.asm["ttgir"]) if ahead and "_token_" not in name else 0,
         seconds=round(time.perf_counter() - began, 2),
         error=f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else "",
     )
@@ -223,6 +228,20 @@ def _pointer(held: str | None, dtype: str) -> str:
     known = {"float64": "*fp64", "int64": "*i64", "count": "i32", "number": "fp32"}
     known |= {"input": POINTERS[dtype], "half": POINTERS["float32" if dtype == "float32" else "float16"]}
     return known.get(held or "int64", POINTERS["float32"])
+
+
+def loads_in_loops(ttgir: str) -> int:
+    """How many loads Triton left in a kernel's loops, by its own text: all others it copies to shared memory ahead."""
+    found = 0
+    margins: list[str] = []  # of the loops that a line is in
+    for line in ttgir.splitlines():
+        margin = line[: len(line) - len(line.lstrip())]
+        if margins and line.startswith(margins[-1] + "}"):
+            margins.pop()
+        elif "scf.for" in line:
+            margins.append(margin)
+        found += bool(margins) and "tt.load" in line
+    return found
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -253,11 +272,11 @@ def table(rows: Iterable[Resources]) -> Table:
     from rich.table import Table
 
     result = Table("layer", "kernel", "target", box=None, pad_edge=False)
-    for title in ("head", "warps", "registers", "stack", "shared", "seconds"):
+    for title in ("head", "warps", "registers", "stack", "shared", "waits", "seconds"):
         result.add_column(title, justify="right")
     result.add_column("")
     for row in rows:
-        numbers = (row.head, row.warps, row.registers, row.stack, row.shared, row.seconds)
+        numbers = (row.head, row.warps, row.registers, row.stack, row.shared, row.waits, row.seconds)
         style = "red" if row.error else "yellow" if row.stack else ""
         result.add_row(row.variant, row.kernel, row.target, *map(str, numbers), row.error, style=style)
     return result

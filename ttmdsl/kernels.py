@@ -67,8 +67,8 @@ class Kernel:
         return users(self.nodes, set(self.given))
 
     def leaves(self) -> list[Node]:
-        """Leaves that this slice needs."""
-        return [n for n in self.nodes if n.op == "leaf"]
+        """Leaves that this slice needs, and is not given."""
+        return [n for n in self.nodes if n.op == "leaf" and n not in self.given]
 
     def walked(self) -> set[Node]:
         """Leaves that a scan walks with."""

@@ -56,6 +56,7 @@ from ttmdsl.rounds import rounds
 from ttmdsl.schedule import BLOCK, FULL, WIDE, Weight, weights
 from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SCAN, WALKING, alive, cost, spilled, spilled_at_128, staged, work
 from ttmdsl.transfer import Transfer, transfers
+from ttmdsl.vectors import gates, leaving, taking
 
 Division = Sequence[Sequence[str]]
 
@@ -164,6 +165,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), parts, division)
     found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if steep(form.forward) else found
+    found = _with_gates_ahead(found, tokens)
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
 
@@ -310,6 +312,20 @@ def _careful(p: Plan) -> Plan:
     wide = frozenset(filter(is_product, reachable((v for k in walks for _, v in k.carried), given)))
     p = _exactly(p, frozenset(saves | given))
     return replace(p, forward=tuple(replace(k, wide=wide) if k.name in names else k for k in p.forward))
+
+
+def _with_gates_ahead(p: Plan, tokens: int) -> Plan:
+    """The same with the gates that scans take left by a kernel before them (vectors.py)."""
+    vectors = gates(k for k in p.kernels() if k.kind == "scan")
+    forward = leaving(p.forward, f"_{p.name}_forward_free_kernel", vectors, tokens)
+
+    def fed(k: Kernel) -> Kernel:
+        return taking(k, vectors) if k.kind == "scan" else k
+
+    if not vectors or not forward:
+        return p
+    parts = p.parts and Parts(fed(p.parts.carry), tuple((t, fed(k)) for t, k in p.parts.transfers))
+    return replace(p, forward=tuple(map(fed, forward)), backward=tuple(map(fed, p.backward)), parts=parts)
 
 
 def _in_rounds(p: Plan, dim: str) -> Plan:

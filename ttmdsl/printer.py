@@ -153,8 +153,8 @@ class Printer(ABC):
                 lines.append(f"{self.text[node]} = {strip(expression)}")
             if node in then:
                 lines += then[node]()
-        missed = [n for n in then if n not in todo]  # roots that had their text before
-        return lines + [line for n in missed for line in then[n]()]
+        known = [n for n in then if n not in todo]  # roots that had their text before
+        return [line for n in known for line in then[n]()] + lines
 
     def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
         """The sums x + a b that are one operation, each with its product, if the target has it; none of the named."""

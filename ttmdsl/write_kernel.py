@@ -93,8 +93,8 @@ class Kept:
 
 @dataclass
 class KernelText:
-    """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state. `found`: what a
-    walk that finds a segment's states again leaves of every token, and its axes. `steps`: gradient steps of a
+    """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state; `by_token`: a scan
+    over single tokens. `found`: what a walk that finds a segment's states again leaves of every token, and its axes. `steps`: gradient steps of a
     token that it deals out by itself. `aside`: what no token's value takes part in, once the first token is being
     loaded. `others`: the body in other orders, by their numbers."""
 
@@ -109,6 +109,7 @@ class KernelText:
     held: list[str] = field(default_factory=list)
     reverse: bool = False
     of_tokens: bool = False
+    by_token: bool = False
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
     aside: list[str] = field(default_factory=list)
@@ -131,6 +132,11 @@ class KernelText:
         return "map of tokens" if self.of_tokens else scan
 
     @property
+    def staged(self) -> bool:
+        """Whether its loop loads what Triton copies to shared memory ahead."""
+        return self.kind == "piece" or (self.kind == "scan" and not (self.by_token or self.inner))
+
+    @property
     def signatures(self) -> dict[str, str]:
         """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then; and in
         a step, if it walks over tokens, or is for one alone."""
@@ -139,7 +145,7 @@ class KernelText:
         found = {self.name: self.signature}
         if stores_less:
             found[without_gradients(self.name)] = without_gradients(self.signature)
-        if self.kind == "step" or (self.kind == "scan" and self.ahead):
+        if self.kind == "step" or self.by_token:
             found[in_step(self.name)] = in_step(self.signature)
         return found
 
@@ -281,7 +287,8 @@ class KernelWriter:
             if kernel.kind == "map" or kernel.inner in node.axes:
                 self.printer.loads[node] = load_saved(self.saved(node, kernel), node.axes)
                 continue
-            name = self.printer.text[node] = self.printer.names.get(self.printer.builder.labels.get(node, node.op))
+            wish = self.printer.builder.labels.get(node) or node.name or node.op
+            name = self.printer.text[node] = self.printer.names.get(wish)
             lines.append(f"{name} = {load_saved(self.saved(node, kernel), node.axes)}")
         return lines
 
@@ -429,7 +436,7 @@ def is_short(node: Node, kernel: Kernel) -> bool:
 
 def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
     """The name under which a value is saved; of one in float32 for every token it says so."""
-    return f"{builder.labels.get(node, node.op)}_{node.id}{'_exact' if node in exact else ''}"
+    return f"{builder.labels.get(node) or node.name or node.op}_{node.id}{'_exact' if node in exact else ''}"
 
 
 def printer_of(program: Program, spec: LayerSpec, weight: Weight, wide: Container[Node] = ()) -> TritonPrinter:
@@ -505,7 +512,8 @@ def _write_scan(kernel: Kernel, writer: KernelWriter, late: bool = False) -> Non
     leaves = kernel.leaves()
     results = dict(kernel.carried)
     loads: list[str] = []
-    if kernel.program.unit == "token":
+    text.by_token = kernel.program.unit == "token"
+    if text.by_token:
         text.before, text.ahead = writer.tokens(leaves)
         if writer.alone:
             text.before += writer.alone.begin(text.pointer)

@@ -236,7 +236,7 @@ def _long(base: Times, facts: Facts, settings: Settings) -> list[str]:
 def candidates(entry: Entry) -> list[Config]:
     """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim or
     the kernel walks over one, fewer registers where a multiprocessor has room for one block more then, or ptxas may put
-    what a walk over tokens waits for in another order."""
+    what a walk over tokens waits for in another order; fewer tensors copied ahead, which leaves a scan more room."""
     unit, way, *_ = entry.kernel.split()
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
@@ -247,7 +247,9 @@ def candidates(entry: Entry) -> list[Config]:
     ]
     registers = (168,) if way == "map" else (96, 128) if unit == "token" else ()
     fewer = [{**config, "maxnreg": n} for config in found for n in registers if config["num_warps"] == 4]
-    return [*found, *fewer]
+    copies = unit == "chunk" and way in ("scan", "reverse") and " in rounds" not in entry.kernel
+    plain = [{**config, "copied": 0} for config in found if copies and config["num_stages"] > 1]
+    return [*found, *fewer, *plain]
 
 
 def _others(entry: Entry, configs: Iterable[Config]) -> list[Config]:
