@@ -46,8 +46,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel takes. `stack` in bytes: above 0, registers were spilled. `waits`: tensors that a walk over chunks
-    loads when it comes to a chunk, and not ahead. `error` is empty if it compiled."""
+    """What one kernel takes. `stack` in bytes: above 0, registers were spilled. `waits`: tensors that a walk over
+    chunks loads when it comes to a chunk, and not ahead. `error` is empty if it compiled."""
 
     variant: str
     kernel: str
