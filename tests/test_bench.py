@@ -428,6 +428,13 @@ def test_the_plot(tmp_path: Path) -> None:
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_whole_blocks_are_not_held_against_a_function() -> None:
+    blocks = [replace(MINE, who="ttmdsl Layer"), replace(THEIRS, who="fla Layer")]
+    lost = replace(MINE, shape=(8, 512, 16, 64), failed="check")
+    rows = [*blocks, MINE, THEIRS, BROKEN, lost, replace(THEIRS, shape=lost.shape)]
+    assert report.beside(rows, THEIRS.who) == [(MINE, THEIRS)]
+
+
 def test_every_figure_of_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmarks = Path(__file__).parent.parent / "benchmarks"
     script = runpy.run_path(str(benchmarks / "run.py"))

@@ -162,13 +162,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     _write(figure, path)
 
 
+def beside(rows: Sequence[Row], peer: str) -> list[tuple[Row, Row]]:
+    """What the kernels' op took, and a peer's function on the same tensors: not whole blocks, nor what failed."""
+    theirs = {(row.layer, row.shape): row for row in rows if row.who == peer and not row.failed}
+    ours = [row for row in rows if row.who == "ttmdsl triton" and not row.failed]
+    return [(row, theirs[row.layer, row.shape]) for row in ours if (row.layer, row.shape) in theirs]
+
+
 def draw_ratios(rows: Sequence[Row], peer: str, path: Path) -> None:
     """A peer's time over ours, a point for each layer and shape, logarithmic: above 1 ours is faster."""
     figure = _figure(4)
-    theirs = {(row.layer, row.shape): row for row in rows if row.who == peer and not row.failed}
-    pairs = [
-        (row, theirs[row.layer, row.shape]) for row in rows if row.who != peer and (row.layer, row.shape) in theirs
-    ]
+    pairs = beside(rows, peer)
     layers = list(dict.fromkeys(ours.layer for ours, _ in pairs))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (title, value) in zip(panels, _PLOTTED.items(), strict=True):
