@@ -20,7 +20,7 @@ from ttmdsl.ir import TOKEN_AXES, Node, is_matmul, reachable
 from ttmdsl.lower import Lowered
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.schedule import LATE, ORDERS, order_by, wide_last
+from ttmdsl.schedule import LATE, ORDERS, order_by, wide_last, with_loads
 from ttmdsl.tuning import CONFIG, Entry, Table, Tables, without_gradients
 from ttmdsl.write_kernel import _when_used
 
@@ -200,6 +200,59 @@ def test_late_loads_are_those_of_the_same_order_where_they_are_used() -> None:
         for line in loads:
             after = (other for other in found[found.index(line) + 1 :] if other not in loads)
             assert re.search(rf"\b{line.split(' ')[0]}\b", next(after))
+
+
+def test_maps_load_tiles_some_products_before_they_use_them() -> None:
+    every = source("titans_linear", Tables(all_orders=True))
+    body = every.split("def _chunk_backward_1_kernel(")[1].split("@_Kernel")[0]
+    ways = re.findall(r"^ {4}\w+ ORDER == (\d+):\n((?: {8}.*\n)+)", body, re.MULTILINE)
+    bodies = {int(number): textwrap.dedent(lines).splitlines() for number, lines in ways}
+    moved = [(lines, bodies[n - LATE]) for n, lines in bodies.items() if n - LATE in bodies]
+    assert moved
+
+    def products_before(lines: list[str]) -> dict[str, int]:
+        found, products = {}, 0
+        for line in lines:
+            products += line.count("_tile_dot(")
+            if tile := re.search(r"tl\.load\(\((\w+_ptr).*\[:, None\]", line):
+                found[tile[1]] = products
+        return found
+
+    for early, late in moved:
+        assert len(early) == len(late)
+        first, then = products_before(early), products_before(late)
+        assert first.keys() == then.keys()
+        assert sum(then.values()) > sum(first.values())
+
+
+def test_a_tile_is_loaded_no_earlier_than_there_are_products() -> None:
+    b = Builder(("i", "j"))
+    x, y, z = (b.leaf("carry", name, ("i", "j")) for name in "xyz")
+    tokens = [b.leaf("token", name, ("t", "i")) for name in "abc"]
+    products = [b.contract(t, x, ("i",)) for t in tokens]
+    last = b.add(b.contract(tokens[0], y, ("i",)), b.contract(tokens[0], z, ("i",)))
+    order = [*products, *last.args, last]
+
+    def places(early: int) -> list[int]:
+        found = with_loads(order, lambda n: n.args, lambda n: n in (x, y, z), early)
+        assert [n for n in found if n in order] == order
+        return [found.index(n) for n in (x, y, z)]
+
+    assert places(0) == [0, 4, 6]
+    assert places(1) == [0, 3, 5]
+    assert places(9) == [2, 1, 0]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(values(), st.integers(0, 3))
+def test_what_is_loaded_early_is_loaded_once_and_in_time(drawn: tuple[list[Node], list[Node]], early: int) -> None:
+    leaves, made = drawn
+    found = with_loads(made, lambda node: node.args, lambda node: node in leaves, early)
+    assert [n for n in found if n in made] == made
+    taken = {a for n in made for a in n.args if a in leaves}
+    assert sorted(map(id, found)) == sorted(map(id, [*taken, *made]))
+    place = {node: i for i, node in enumerate(found)}
+    assert all(place[a] < place[n] for n in made for a in n.args if a in place)
 
 
 def test_loads_come_before_the_statement_that_uses_them_first() -> None:

@@ -56,6 +56,7 @@ class TritonPrinter(Printer):
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
         self.place: dict[Node, int] = {}  # an order that may be the best
         self.ordering = 0  # the number of the order, of least peak if 0
+        self.early = 0  # so many products before it is first used a tile is loaded
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
         self.few = False  # whether a unit has fewer tokens than `ROWS`
 
@@ -71,7 +72,7 @@ class TritonPrinter(Printer):
         computed = order_by(self.ordering, rest, kept, self.operands, self.weight, loaded)
         computed = wide_last(computed, self.operands) if self.few else computed
         # a root may be loaded, too, and no operand of anything
-        best = list(dict.fromkeys([*with_loads(computed, self.operands, loaded), *nodes]))
+        best = list(dict.fromkeys([*with_loads(computed, self.operands, loaded, self.early), *nodes]))
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))
         return best
 

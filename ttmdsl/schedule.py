@@ -24,7 +24,9 @@ WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
 
 ORDERS = 7  # ways to order values, whatever the peak: numbers from 1 on
-LATE = 8  # added to a scan's number where it loads each value when it is first used, not ahead of all else
+# added to a number where loads are elsewhere: a scan then loads each value when it is first used, not ahead of all
+# else; a map, which loads it then anyway, so many products before
+LATE, EARLY = 8, 2
 
 ROWS = 64  # of a product that four warps compute
 BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
@@ -66,12 +68,21 @@ def peak(
     return Work(order, kept, operands, weight, loaded).peak(range(len(order)))
 
 
-def with_loads(order: Iterable[Node], operands: Operands, loaded: Callable[[Node], bool]) -> list[Node]:
-    """The order, and before each value what it is the first to use of that which is loaded."""
-    result: dict[Node, None] = {}
+def with_loads(order: Iterable[Node], operands: Operands, loaded: Callable[[Node], bool], early: int = 0) -> list[Node]:
+    """The order, and before each value what it is the first to use of that which is loaded; tiles `early` products of
+    tiles before."""
+    result: list[Node] = []
+    known: set[Node] = set()
     for n in order:
-        result |= dict.fromkeys((*filter(loaded, operands(n)), n))
-    return list(result)
+        for a in (*filter(loaded, operands(n)), n):
+            if a in known:
+                continue
+            known.add(a)
+            place, left = len(result), early if loaded(a) and len(a.axes) > 1 else -1
+            while place and (left := left - is_matmul(result[place - 1])) >= 0:
+                place -= 1
+            result.insert(place, a)
+    return result
 
 
 def best_order(

@@ -34,7 +34,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, LATE, ROWS, Weight, weights
+from ttmdsl.schedule import EARLY, FULL, LATE, ROWS, Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -489,13 +489,12 @@ def write_kernel(
         if kernel.kind == "scan":
             _write_scan(kernel, writer, bool(late))
         else:
+            printer.early = EARLY * late
             _write_map(kernel, writer, weight)
         return text
 
     text = write()
     for number in tables.orders(text.signature):
-        if kernel.kind == "map" and number >= LATE:
-            continue  # it loads where it uses in every order
         other = write(number, text.arguments)
         assert replace(other, body=text.body, alive=text.alive) == replace(text, others={}), kernel.name
         if other.body != text.body:
