@@ -5,7 +5,7 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
 
 - Forward is one scan. What is free of the carry and dear (a triangular inverse, products under decays per channel,
   tokens scaled by these), or weights of tokens that take several products, is computed for all chunks at once before
-  it, and saved for the backward pass.
+  it, and saved for the backward pass; so are gates, which scans would wait for (vectors.py).
 - Backward is split by dependence: a scan for the cotangents of the carries alone, in few steps where that spares many
   (affine.py), then kernels that run for all chunks at once and share the gradients of the inputs among them.
 - Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py);

@@ -78,7 +78,7 @@ def with_loads(order: Iterable[Node], operands: Operands, loaded: Callable[[Node
             if a in known:
                 continue
             known.add(a)
-            place, left = len(result), early if loaded(a) and len(a.axes) > 1 else -1
+            place, left = len(result), early if early and loaded(a) and len(a.axes) > 1 else -1
             while place and (left := left - is_matmul(result[place - 1])) >= 0:
                 place -= 1
             result.insert(place, a)

@@ -25,7 +25,7 @@ def gates(scans: Iterable[Kernel]) -> tuple[Node, ...]:
 
 def leaving(forward: Sequence[Kernel], name: str, vectors: tuple[Node, ...], tokens: int) -> list[Kernel]:
     """The same, with a map before the scan that leaves the vectors: one that is there anyway; or, where units have few
-    tokens, one of that name, since scans of more gain no more than it takes (measured). None, where there is none."""
+    tokens, one of that name, since scans of more gain no more than it takes (measured). Else nothing."""
     first = forward[0]
     if first.program.inner:  # units that walk over blocks take long
         return []
