@@ -284,6 +284,10 @@ def scans_copy_all_ahead_but_where_less_was_measured_faster() -> None:
     assert stages("_chunk_forward_scan_1_kernel", 64) == (3, 3)
     assert stages("_chunk_forward_scan_1_kernel", 128) == (None, 3)  # as the tables have it
     assert stages("_token_forward_kernel", 64)[0] == "none of its own"  # what walks over tokens loads ahead itself
+    kernel, sizes = "_chunk_forward_scan_1_kernel", dict.fromkeys(("d_k", "d_v", "m"), 32)
+    tried = module._choices(kernel, sizes, "chunk", torch.bfloat16, 64, 128, 0)
+    ways = [(constants["STAGES"], options["num_stages"]) for constants, options in tried]
+    assert ways[:4] == [(3, 3), (None, 3), (2, 2), (None, 2)]  # where shared memory is short
     deep = ttmdsl.load("titans")
     assert not any("_scan_" in kernel for kernel in deep._STAGED)  # nor do loops around other loops
 

@@ -200,8 +200,8 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
     began = time.perf_counter()
     try:
         target = GPUTarget("cuda", capability(job.target), 32)
-        for stages in range(options["num_stages"], 0, -1):  # as a launch takes fewer where shared memory is short
-            constants |= {"STAGES": stages} if constants.get("STAGES") else {}
+        for stages, ahead in _launches(module, name, constants, options):
+            constants |= ahead
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
             binary = triton.compile(source, target=target, options={**options, "num_stages": stages})
             shared = binary.metadata.shared
@@ -211,16 +211,28 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
         lines = str(error).strip().splitlines() or [""]
         return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
     registers, stack = resource_usage(binary.asm["cubin"])
-    ahead = (constants.get("STAGES") or 1) > 1
+    copies = (constants.get("STAGES") or 1) > 1
     return replace(
         spot,
         registers=registers,
         stack=stack,
         shared=shared,
-        waits=loads_in_loops(binary.asm["ttgir"]) if ahead and "_token_" not in name else 0,
+        waits=loads_in_loops(binary.asm["ttgir"]) if copies and "_token_" not in name else 0,
         seconds=round(time.perf_counter() - began, 2),
         error=f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else "",
     )
+
+
+def _launches(
+    module: Any, name: str, constants: Mapping[str, Any], options: Mapping[str, Any]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Stages, and what a loop says of them, as a launch tries them where shared memory is short."""
+    for stages in range(options["num_stages"], 0, -1):
+        if "STAGES" not in constants:
+            yield stages, {}
+            continue
+        way, copied = module._KERNELS[name][0], constants["STAGES"] is not None
+        yield from ((stages, ahead) for ahead in module._ahead(name, way, stages, copied))
 
 
 def _pointer(held: str | None, dtype: str) -> str:
