@@ -412,5 +412,5 @@ def launches_on_a_small_device() -> list[tuple[str, int, int | None]]:
         module._measured = original
         module._fitting.clear()
         module._schedule.cache_clear()
-    assert tried.pop() == ("rules", 2)  # the second launch knows what fits
+    assert tried.pop() == ("rules", 2, 2)  # the second launch knows what fits
     return tried
