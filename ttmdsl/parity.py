@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -266,9 +266,7 @@ def _steady(module: Any, shape: Shape, dtype: torch.dtype, device: torch.device,
         lost: dict[str, float] = {}
         for given in others:
             other = _quantities(given, *_by_oracle(module, given, shape, oracle), seed)
-            for row in _rows(oracle, dtype if half else torch.float32, shape, other, expected):
-                error = row.error if row.error == row.error else math.inf
-                lost[row.quantity] = max(error, lost.get(row.quantity, 0.0))
+            _lose(lost, _rows(oracle, dtype if half else torch.float32, shape, other, expected))
         found.append((max(lost.values()), len(found), (drawn, expected, lost)))
         if found[-1][0] <= most:
             break
@@ -288,8 +286,14 @@ def _lose_nearby(
         near = _disturbed(drawn, torch.float32, seed + i)
         leaves = [_leaves(near, dtype, device) for dtype in (torch.float64, torch.float32)]
         exact, found = (_quantities(x, *_by_oracle(module, x, shape, oracle), seed) for x in leaves)
-        for row in _rows(oracle, torch.float32, shape, found, exact):
-            lost[row.quantity] = max(row.error if row.error == row.error else math.inf, lost.get(row.quantity, 0.0))
+        _lose(lost, _rows(oracle, torch.float32, shape, found, exact))
+
+
+def _lose(lost: dict[str, float], rows: Iterable[Row]) -> None:
+    """Adds errors to what is lost of each quantity at most."""
+    for row in rows:
+        error = row.error if row.error == row.error else math.inf
+        lost[row.quantity] = max(error, lost.get(row.quantity, 0.0))
 
 
 def _disturbed(drawn: Drawn, dtype: torch.dtype, seed: int) -> Drawn:

@@ -287,8 +287,7 @@ class KernelWriter:
             if kernel.kind == "map" or kernel.inner in node.axes:
                 self.printer.loads[node] = load_saved(self.saved(node, kernel), node.axes)
                 continue
-            wish = self.printer.builder.labels.get(node) or node.name or node.op
-            name = self.printer.text[node] = self.printer.names.get(wish)
+            name = self.printer.text[node] = self.printer.names.get(_called(self.printer.builder, node))
             lines.append(f"{name} = {load_saved(self.saved(node, kernel), node.axes)}")
         return lines
 
@@ -436,7 +435,12 @@ def is_short(node: Node, kernel: Kernel) -> bool:
 
 def saved_name(builder: Builder, node: Node, exact: Container[Node]) -> str:
     """The name under which a value is saved; of one in float32 for every token it says so."""
-    return f"{builder.labels.get(node) or node.name or node.op}_{node.id}{'_exact' if node in exact else ''}"
+    return f"{_called(builder, node)}_{node.id}{'_exact' if node in exact else ''}"
+
+
+def _called(builder: Builder, node: Node) -> str:
+    """What a value that passes between kernels is called: by its label, its tensor, or what makes it."""
+    return builder.labels.get(node) or node.name or node.op
 
 
 def printer_of(program: Program, spec: LayerSpec, weight: Weight, wide: Container[Node] = ()) -> TritonPrinter:
