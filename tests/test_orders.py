@@ -20,7 +20,7 @@ from ttmdsl.ir import TOKEN_AXES, Node, is_matmul, reachable
 from ttmdsl.lower import Lowered
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.schedule import LATE, ORDERS, order_by, wide_last, with_loads
+from ttmdsl.schedule import ELSEWHERE, ORDERS, RISE, Loads, order_by, peak, wide_last, with_early_loads, with_loads
 from ttmdsl.tuning import CONFIG, Entry, Table, Tables, without_gradients
 from ttmdsl.write_kernel import _when_used
 
@@ -28,8 +28,8 @@ LAYERS = Path(__file__).parent.parent / "layers"
 
 
 def test_tables_know_the_orders_that_there_are() -> None:
-    assert CONFIG["order"] == tuple(range(1, LATE + ORDERS + 1))
-    assert LATE == ORDERS + 1
+    assert CONFIG["order"] == tuple(range(1, ELSEWHERE + ORDERS + 1))
+    assert ELSEWHERE == ORDERS + 1
 
 
 @st.composite
@@ -180,7 +180,7 @@ def errors_in_each_order(layer: str, orders: Sequence[int]) -> dict[int, list[st
 
 @pytest.mark.parametrize("layer", ["gated_delta_net", "titans_linear"])
 def test_every_order_gives_the_same(layer: str, interpreter: ProcessPoolExecutor) -> None:
-    orders = [*range(1, LATE + 1), LATE + 3]  # loads are moved in one alike
+    orders = [*range(1, ELSEWHERE + 1), ELSEWHERE + 3]  # loads are moved in one alike
     found = interpreter.submit(errors_in_each_order, layer, orders).result()
     assert found == {order: [] for order in orders}
 
@@ -190,10 +190,10 @@ def test_late_loads_are_those_of_the_same_order_where_they_are_used() -> None:
     scan = every.split("def _chunk_backward_scan_kernel(")[1].split("@_Kernel")[0]
     ways = re.findall(r"^ {8}\w+ ORDER == (\d+):\n((?: {12}.*\n)+)", scan, re.MULTILINE)
     bodies = {int(number): textwrap.dedent(body) for number, body in ways}
-    late = {n: body.splitlines() for n, body in bodies.items() if n > LATE and n - LATE in bodies}
+    late = {n: body.splitlines() for n, body in bodies.items() if n > ELSEWHERE and n - ELSEWHERE in bodies}
     assert late
     for n, found in late.items():
-        early = bodies[n - LATE].splitlines()
+        early = bodies[n - ELSEWHERE].splitlines()
         assert sorted(found) == sorted(early)
         loads = [line for line in early if re.match(r"\w+ = tl\.load", line)]
         assert [line for line in found if line not in loads] == [line for line in early if line not in loads]
@@ -207,7 +207,7 @@ def test_maps_load_tiles_some_products_before_they_use_them() -> None:
     body = every.split("def _chunk_backward_1_kernel(")[1].split("@_Kernel")[0]
     ways = re.findall(r"^ {4}\w+ ORDER == (\d+):\n((?: {8}.*\n)+)", body, re.MULTILINE)
     bodies = {int(number): textwrap.dedent(lines).splitlines() for number, lines in ways}
-    moved = [(lines, bodies[n - LATE]) for n, lines in bodies.items() if n - LATE in bodies]
+    moved = [(lines, bodies[n - ELSEWHERE]) for n, lines in bodies.items() if n - ELSEWHERE in bodies]
     assert moved
 
     def products_before(lines: list[str]) -> dict[str, int]:
@@ -254,6 +254,35 @@ def test_what_is_loaded_early_is_loaded_once_and_in_time(drawn: tuple[list[Node]
     assert sorted(map(id, found)) == sorted(map(id, [*taken, *made]))
     place = {node: i for i, node in enumerate(found)}
     assert all(place[a] < place[n] for n in made for a in n.args if a in place)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(values(), st.sampled_from([0.25, 0.5, 1.0]))
+def test_tiles_are_loaded_early_where_that_takes_little_room(
+    drawn: tuple[list[Node], list[Node]], weight: float
+) -> None:
+    leaves, made = drawn
+
+    def placed(loads: Loads) -> list[Node]:
+        return with_early_loads(made, (), operands, lambda n: weight, lambda n: n in leaves, loads)
+
+    def most(order: list[Node]) -> float:
+        return peak(order, (), operands, lambda n: weight)
+
+    def operands(node: Node) -> tuple[Node, ...]:
+        return node.args
+
+    late, early, fitting, crowded = map(placed, (Loads.LATE, Loads.EARLY, Loads.FITTING, Loads.CROWDED))
+    assert placed(Loads.AHEAD) == late == with_loads(made, operands, lambda n: n in leaves)
+    assert [fitting, crowded] in ([late, early], [early, late])
+    assert most(fitting) - most(late) <= RISE
+    assert fitting == early or most(early) - most(late) > RISE
+
+
+def test_numbers_say_where_loads_are() -> None:
+    ways = [[Loads.of(number, scan) for number in (0, 3, ELSEWHERE, ELSEWHERE + 3)] for scan in (True, False)]
+    assert ways[0] == [Loads.AHEAD, Loads.AHEAD, Loads.LATE, Loads.LATE]
+    assert ways[1] == [Loads.FITTING, Loads.LATE, Loads.CROWDED, Loads.EARLY]
 
 
 def test_loads_come_before_the_statement_that_uses_them_first() -> None:

@@ -13,7 +13,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import PAST, UNIT_AXES, Axes, Node, base_dim, constant, has_dim, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
-from ttmdsl.schedule import Weight, order_by, peak, wide_last, with_loads
+from ttmdsl.schedule import Loads, Weight, order_by, peak, wide_last, with_early_loads
 
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
@@ -56,7 +56,7 @@ class TritonPrinter(Printer):
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
         self.place: dict[Node, int] = {}  # an order that may be the best
         self.ordering = 0  # the number of the order, of least peak if 0
-        self.early = 0  # so many products before it is first used a tile is loaded
+        self.placing = Loads.LATE  # where values are loaded that are no variables yet
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
         self.few = False  # whether a unit has fewer tokens than `ROWS`
 
@@ -72,7 +72,8 @@ class TritonPrinter(Printer):
         computed = order_by(self.ordering, rest, kept, self.operands, self.weight, loaded)
         computed = wide_last(computed, self.operands) if self.few else computed
         # a root may be loaded, too, and no operand of anything
-        best = list(dict.fromkeys([*with_loads(computed, self.operands, loaded, self.early), *nodes]))
+        placed = with_early_loads(computed, kept, self.operands, self.weight, loaded, self.placing)
+        best = list(dict.fromkeys([*placed, *nodes]))
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))
         return best
 

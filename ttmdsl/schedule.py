@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Node, has_dim, is_matmul
 
@@ -24,9 +25,31 @@ WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
 
 ORDERS = 7  # ways to order values, whatever the peak: numbers from 1 on
-# added to a number where loads are elsewhere: a scan then loads each value when it is first used, not ahead of all
-# else; a map, which loads it then anyway, so many products before
-LATE, EARLY = 8, 2
+ELSEWHERE = 8  # added to a number where loads are elsewhere
+EARLY, RISE = 2, 0.5  # products before which a tile may be loaded; tiles by which that may raise the peak (measured)
+
+
+class Loads(Enum):
+    """Where a kernel loads its tiles: a scan ahead of all else, or each where it is first used; a map there, or some
+    products earlier, so that several are waited for at once: always, or where it takes little room, or just where it
+    takes more."""
+
+    AHEAD = "ahead"
+    LATE = "late"
+    EARLY = "early"
+    FITTING = "fitting"
+    CROWDED = "crowded"
+
+    @classmethod
+    def of(cls, number: int, scan: bool) -> Loads:
+        """What the number of an order says."""
+        elsewhere, order = divmod(number, ELSEWHERE)
+        if scan:
+            return cls.LATE if elsewhere else cls.AHEAD
+        if order:
+            return cls.EARLY if elsewhere else cls.LATE
+        return cls.CROWDED if elsewhere else cls.FITTING
+
 
 ROWS = 64  # of a product that four warps compute
 BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
@@ -83,6 +106,25 @@ def with_loads(order: Iterable[Node], operands: Operands, loaded: Callable[[Node
                 place -= 1
             result.insert(place, a)
     return result
+
+
+def with_early_loads(
+    order: Sequence[Node],
+    kept: Iterable[Node],
+    operands: Operands,
+    weight: Weight,
+    loaded: Callable[[Node], bool],
+    loads: Loads,
+) -> list[Node]:
+    """The order with its loads, as early as `loads` says."""
+    late = with_loads(order, operands, loaded)
+    if loads in (Loads.AHEAD, Loads.LATE):
+        return late
+    early = with_loads(order, operands, loaded, EARLY)
+    if loads is Loads.EARLY:
+        return early
+    rise = peak(early, kept, operands, weight) - peak(late, kept, operands, weight)
+    return early if (rise <= RISE) == (loads is Loads.FITTING) else late
 
 
 def best_order(

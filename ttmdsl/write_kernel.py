@@ -34,7 +34,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import EARLY, FULL, LATE, ROWS, Weight, weights
+from ttmdsl.schedule import ELSEWHERE, FULL, ROWS, Loads, Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -487,13 +487,12 @@ def write_kernel(
         )
         text.signature = _signature(kernel, text.way, rounded)
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
-        late, printer.ordering = divmod(number, LATE)
+        printer.ordering, printer.placing = number % ELSEWHERE, Loads.of(number, kernel.kind == "scan")
         printer.turned, printer.few = turned(kernel), tokens < ROWS
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone)
         if kernel.kind == "scan":
-            _write_scan(kernel, writer, bool(late))
+            _write_scan(kernel, writer)
         else:
-            printer.early = EARLY * late
             _write_map(kernel, writer, weight)
         return text
 
@@ -506,9 +505,9 @@ def write_kernel(
     return text
 
 
-def _write_scan(kernel: Kernel, writer: KernelWriter, late: bool = False) -> None:
-    """The text of a scan kernel: a walk over the units of one sequence and head. `late`: values are loaded when they
-    are first used, which takes fewer registers, and is slower where there are enough."""
+def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
+    """The text of a scan kernel: a walk over the units of one sequence and head. To load values when they are first
+    used takes fewer registers, and is slower where there are enough."""
     text, printer = writer.text, writer.printer
     role, prefix = kernel.role, PREFIX[kernel.role]
     source, target = ("end", "start") if kernel.reverse else ("start", "end")
@@ -558,7 +557,7 @@ def _write_scan(kernel: Kernel, writer: KernelWriter, late: bool = False) -> Non
     found, handed = writer.handed(kernel.handed)
     text.before += found
     computed = writer.computed(kernel)
-    text.body = _when_used(loads, computed) if late else [*loads, *computed]
+    text.body = _when_used(loads, computed) if printer.placing is Loads.LATE else [*loads, *computed]
     text.alive = round(printer.alive + sum(map(FULL, carried.values())), 1)
     ends = {k: kernel.program.builder.leaf(role, k, v.axes) for k, v in results.items()}
     for name, value in results.items():
