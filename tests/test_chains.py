@@ -250,7 +250,7 @@ SHAPES = (
     Shape("packed", dims=(20, 6, 17), lengths=(66, 0, 5)),
     Shape("no state", tokens=70, dims=(5,), state=False, final=False),
 )
-LAYERS = [("trellis", {}), ("trellis", {"b": 64}), ("gsa", {}), ("slots", {}), ("taught", {})]
+LAYERS = [("trellis", {}), ("trellis", {"b": 64}), ("gsa", {}), ("slots", {}), ("taught", {"b": 16})]
 of_layers = pytest.mark.parametrize(("name", "consts"), LAYERS)
 
 

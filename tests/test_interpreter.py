@@ -21,8 +21,10 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
-# as wide as heads are: errors of narrow ones differ from draw to draw
+# as wide as heads are: errors of narrow ones differ from draw to draw; more than a chunk of tokens, or, where the
+# sequential form is all there is, than two of the segments that its backward pass walks over
 HALF: tuple[dict[str, Any], ...] = ({"label": "T=67", "tokens": 67, "dims": (64,)},)
+HALF_BY_TOKEN: tuple[dict[str, Any], ...] = ({"label": "T=37", "tokens": 37, "dims": (64,)},)
 
 GROUPED = [layer for layer in ttmdsl.layers() if ttmdsl.load(layer).CONSTS.get("b", 1) > 1]
 
@@ -41,7 +43,7 @@ def misses(layer: str, consts: dict[str, float], dtype: str, shapes: tuple[dict[
     how: dict[str, Any] = {"dtypes": (getattr(torch, dtype),), "shapes": [Shape(**shape) for shape in shapes]}
     rows = parity(ttmdsl.load(layer, **consts), **how, backends=("triton",))
     assert rows
-    known = KNOWN if shapes == HALF else {}
+    known = KNOWN if dtype == "bfloat16" else {}
     return [
         f"{row.shape}: {row.quantity} {row.error:.1e}"
         for row in rows
@@ -65,7 +67,8 @@ def test_units_of_no_tokens(layer: str, interpreter: ProcessPoolExecutor) -> Non
 
 @pytest.mark.parametrize("layer", ttmdsl.layers())
 def test_bfloat16_as_a_gpu_computes_it(layer: str, interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(misses, layer, {}, "bfloat16", HALF).result() == []
+    by_token = "chunk" not in getattr(ttmdsl.load(layer), "_FORMS", ("chunk",))  # one over feature maps has none
+    assert interpreter.submit(misses, layer, {}, "bfloat16", HALF_BY_TOKEN if by_token else HALF).result() == []
 
 
 def end_alone(layer: str) -> list[float]:

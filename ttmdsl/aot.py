@@ -34,7 +34,8 @@ POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All kernels of one variant of a layer, at one head size, for one target; those `around` `op` in `Layer`, too."""
+    """All kernels of one variant of a layer, at one head size, for one target; those `around` `op` in `Layer`, too, and
+    those of sequences that are `resumed` inside of a group of tokens that share a gradient point."""
 
     variant: str
     head: int
@@ -42,6 +43,7 @@ class Job:
     dtype: str
     consts: tuple[tuple[str, float], ...] = ()
     around: bool = True
+    resumed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +164,9 @@ def compile_kernels(job: Job) -> list[Resources]:
     module = load(name, **(dict(job.consts) | consts))
     sizes = sizes_of(module, (job.head,))
     found = (value for value in vars(module).values() if isinstance(value, module._Kernel))
-    kernels = [
-        k for k in found if k.name.endswith("_kernel") and (job.around or not isinstance(k, module._LayerKernel))
-    ]
+    kernels = [k for k in found if k.name.endswith("_kernel")]
+    kernels = [k for k in kernels if job.around or not isinstance(k, module._LayerKernel)]
+    kernels = [k for k in kernels if job.resumed or not k.name.startswith("_resumed_")]
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
