@@ -118,7 +118,7 @@ def test_newest_triton(variant: str, newest: Compiler, record_property: Any) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in DEAR])
 def test_wide_heads(variant: str, newest: Compiler, record_property: Any) -> None:
-    newest.judge(Job(variant, 128, "sm_90", "bfloat16", around=False, resumed=False), record_property)
+    newest.judge(Job(variant, 128, "sm_90", "bfloat16", named="_(chunk|token)_"), record_property)
 
 
 @pytest.mark.slow
@@ -131,8 +131,7 @@ def test_triton_36(variant: str, old: Compiler, record_property: Any) -> None:
 @pytest.mark.parametrize("variant", ["gated_delta_net", "delta_net", "titans_linear"])
 def test_units_of_a_scan_wait_for_no_load(variant: str, old: Compiler) -> None:
     """All that a unit loads is copied ahead, gates too, which would not be as tensors hold them, in bfloat16."""
-    rows = old.pool.submit(compile_kernels, Job(variant, 64, "sm_90", "bfloat16", around=False)).result()
-    scans = [row for row in rows if "_scan_" in row.kernel]
+    scans = old.pool.submit(compile_kernels, Job(variant, 64, "sm_90", "bfloat16", named=".*_scan_")).result()
     assert len(scans) >= 2
     assert not any(row.waits for row in scans)
 
@@ -142,9 +141,9 @@ def test_what_is_around_op_has_room(newest: Compiler, old: Compiler) -> None:
     """The same in every layer, so of one alone."""
     for compiler in (newest, old):
         for target in ("sm_80", "sm_90"):
-            rows = compiler.pool.submit(compile_kernels, Job("linear_attention", 60, target, "bfloat16")).result()
-            rows += compiler.pool.submit(compile_kernels, Job("omega_linear:p=2", 8, target, "bfloat16")).result()
-            around = [row for row in rows if row.kernel.startswith(("_layer_", "_past_"))]
+            sizes = {"linear_attention": 60, "omega_linear:p=2": 8}
+            jobs = [Job(layer, head, target, "bfloat16", named="_(layer|past)_") for layer, head in sizes.items()]
+            around = [row for job in jobs for row in compiler.pool.submit(compile_kernels, job).result()]
             assert len(around) == 5 + 5 + 1
             assert not any(row.error or row.stack > 64 for row in around)
 

@@ -212,7 +212,7 @@ def forward_scans_of_small_heads_round_to_tf32() -> None:
     module = ttmdsl.load("gated_delta_net")
 
     def taken(kernel: str, size: int, dtype: torch.dtype = torch.bfloat16) -> str:
-        return str(module.kernel_constants(kernel, {"d_k": size, "d_v": size}, dtype, 90)[0]["DOT"])
+        return str(next(module.kernel_launches(kernel, {"d_k": size, "d_v": size}, dtype, 90))[0]["DOT"])
 
     assert [taken("_chunk_forward_scan_kernel", size) for size in (32, 33, 64)] == ["fp32", "bf16", "bf16"]
     assert taken("_chunk_backward_scan_kernel", 32) == "bf16"
@@ -241,7 +241,7 @@ def a_step_splits_states_whose_columns_are_independent() -> None:
     def taken(layer: str, d_k: int, d_v: int = 64) -> tuple[object, object]:
         module = ttmdsl.load(layer)
         sizes = {"d_k": d_k, "d_v": d_v}
-        constants, options = module.kernel_constants("_token_forward_kernel", sizes, torch.bfloat16, 90, step=True)
+        constants, options = next(module.kernel_launches("_token_forward_kernel", sizes, torch.bfloat16, 90, step=True))
         return constants["P_d_v"], options["num_warps"]
 
     assert [taken("gated_delta_net", d_k) for d_k in (60, 128, 256, 512)] == [(16, 2), (16, 2), (16, 4), (16, 8)]
@@ -253,8 +253,8 @@ def a_step_splits_states_whose_columns_are_independent() -> None:
 def a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads() -> None:
     def taken(layer: str, head: int) -> tuple[object, object]:
         module = ttmdsl.load(layer)
-        constants, options = module.kernel_constants(
-            "_token_step_kernel", {"d": head, "h": 4 * head}, torch.bfloat16, 90, step=True
+        constants, options = next(
+            module.kernel_launches("_token_step_kernel", {"d": head, "h": 4 * head}, torch.bfloat16, 90, step=True)
         )
         return constants["P_h"], options["num_warps"]
 
@@ -266,7 +266,7 @@ def states_are_copied_ahead_beside_few_tiles_alone() -> None:
 
     def stages(size: int) -> tuple[object, object]:
         sizes = {"d": size, "m": size}
-        constants, options = module.kernel_constants("_token_backward_kernel", sizes, torch.bfloat16, 90)
+        constants, options = next(module.kernel_launches("_token_backward_kernel", sizes, torch.bfloat16, 90))
         return constants["STAGES"], options["num_stages"]
 
     assert [stages(size) for size in (64, 128)] == [(3, 3), (1, 1)]
@@ -277,7 +277,7 @@ def scans_copy_all_ahead_but_where_less_was_measured_faster() -> None:
 
     def stages(kernel: str, size: int) -> tuple[object, object]:
         sizes = dict.fromkeys(("d_k", "d_v", "m"), size)
-        constants, options = module.kernel_constants(kernel, sizes, torch.bfloat16, 90)
+        constants, options = next(module.kernel_launches(kernel, sizes, torch.bfloat16, 90))
         assert "copied" not in options
         return constants.get("STAGES", "none of its own"), options["num_stages"]
 

@@ -160,9 +160,9 @@ def test_an_order_is_the_same_whichever_others_tables_name() -> None:
 def errors_in_each_order(layer: str, orders: Sequence[int]) -> dict[int, list[str]]:
     """What parity says of a layer whose kernels over chunks use one order; in a process with all of them."""
     from ttmdsl.bench.lab import launched
-    from ttmdsl.bench.subjects import Case, dims_at
+    from ttmdsl.bench.subjects import Case
     from ttmdsl.bench.tune import Trial
-    from ttmdsl.drawing import Shape
+    from ttmdsl.drawing import Shape, dims_at
     from ttmdsl.parity import parity
 
     found: dict[int, list[str]] = {}

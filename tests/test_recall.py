@@ -19,7 +19,7 @@ TASK = Task(pairs=6, keys=12, values=8)
 SETTINGS = Settings(steps=300, enough=0.5)
 # Newton-Schulz at every token: a token costs ten times more than elsewhere.
 SLOW = {"atlas": {"h": 16}, "atlas_linear": {}, "atlas_pp": {"h": 16}}
-SHORT = Task(pairs=4, keys=8, values=8)
+SHORT = Task(pairs=3, keys=6, values=8)
 
 
 @pytest.mark.parametrize("name", ttmdsl.layers())

@@ -199,7 +199,7 @@ def walked() -> list[tuple[int, int]]:
     (name,) = (k for k, (*_, inner) in module._KERNELS.items() if inner)
     found = []
     for size in (64, 128):
-        constants, options = module.kernel_constants(name, {"d_k": size, "d_v": size}, torch.bfloat16, 90)
+        constants, options = next(module.kernel_launches(name, {"d_k": size, "d_v": size}, torch.bfloat16, 90))
         found.append((constants[module.KERNEL_BLOCKS[name]], options["num_warps"]))
     return found
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 import ttmdsl
-from ttmdsl.drawing import Shape, draw, sizes_of
+from ttmdsl.drawing import Shape, dims_at, draw, is_deep, sizes_of
 from ttmdsl.parity import SHAPES, Row, parity, relative_error, table
 from ttmdsl.testing import check_layer, layer_inputs
 
@@ -181,6 +181,13 @@ def test_sizes_keep_orthonormal_columns_and_constants() -> None:
         INITIAL={"S": "orthonormal"},
     )
     assert sizes_of(module, (16, 8)) == {"m": 8, "d": 16, "c": 4}
+
+
+def test_an_inner_dim_is_four_times_as_wide_as_a_head() -> None:
+    deep, features, plain = (ttmdsl.load(layer) for layer in ("ttt_mlp", "polynomial_attention", "gla"))
+    assert sizes_of(deep, dims_at(deep, 16)) == {"d": 16, "h": 64}
+    assert [is_deep(module) for module in (deep, features, plain)] == [True, False, False]
+    assert set(sizes_of(plain, dims_at(plain, 16)).values()) == {16}
 
 
 def test_drawn_gates_are_in_their_ranges() -> None:

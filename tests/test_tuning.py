@@ -296,8 +296,8 @@ def compared(layer: str, folder: str) -> tuple[list[str], dict[str, Any]]:
         shapes = [Shape("T=70", tokens=70, dims=(32, 32), state=False), Shape("T=64", tokens=64, dims=(32,))]
         rows = parity(module, dtypes=(torch.float32,), shapes=shapes, backends=("triton",))
         assert rows
-        constants, options = module.kernel_constants(SCAN, {"d_k": 32, "d_v": 32}, torch.float32, 0)
-        masked, _ = module.kernel_constants(SCAN, {"d_k": 20, "d_v": 20}, torch.float32, 0)
+        constants, options = next(module.kernel_launches(SCAN, {"d_k": 32, "d_v": 32}, torch.float32, 0))
+        masked, _ = next(module.kernel_launches(SCAN, {"d_k": 20, "d_v": 20}, torch.float32, 0))
         assert masked["P_d_v"] == 32  # a narrow block was measured without masks
         assert {key[-8] for key in module._fitting} == {constants["BT"]}
         found = {name: constants[name] for name in ("LEN", "P_d_v")}

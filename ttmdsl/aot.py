@@ -34,8 +34,8 @@ POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All kernels of one variant of a layer, at one head size, for one target; those `around` `op` in `Layer`, too, and
-    those of sequences that are `resumed` inside of a group of tokens that share a gradient point."""
+    """All kernels of one variant of a layer, also those `around` `op` in `Layer`, or those alone whose names match the
+    pattern `named`; at one head size, an inner dim of memories four times as wide, for one target."""
 
     variant: str
     head: int
@@ -43,7 +43,7 @@ class Job:
     dtype: str
     consts: tuple[tuple[str, float], ...] = ()
     around: bool = True
-    resumed: bool = True
+    named: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +157,15 @@ def compile_kernels(job: Job) -> list[Resources]:
     """Compiles every kernel of the job, in this process."""
     importlib.import_module("triton")  # before the module, which defines kernels only where Triton is in use
 
-    from ttmdsl.drawing import sizes_of
+    from ttmdsl.drawing import dims_at, sizes_of
     from ttmdsl.loader import load
 
     name, consts = parse_variant(job.variant)
     module = load(name, **(dict(job.consts) | consts))
-    sizes = sizes_of(module, (job.head,))
+    sizes = sizes_of(module, dims_at(module, job.head))
     found = (value for value in vars(module).values() if isinstance(value, module._Kernel))
-    kernels = [k for k in found if k.name.endswith("_kernel")]
+    kernels = [k for k in found if k.name.endswith("_kernel") and re.match(job.named, k.name)]
     kernels = [k for k in kernels if job.around or not isinstance(k, module._LayerKernel)]
-    kernels = [k for k in kernels if job.resumed or not k.name.startswith("_resumed_")]
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
@@ -180,38 +179,36 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    name, kernel = of.name, of.jit
+    name, kernel, gpu = of.name, of.jit, capability(job.target)
     if isinstance(of, module._LayerKernel):
-        pointers, constants, options = of.ahead(job.head)
+        pointers, *launch = of.ahead(job.head)
+        launches = iter([launch])
     else:
         pointers = module.KERNEL_POINTERS[name]
-        place = getattr(torch, job.dtype), capability(job.target), *((True,) if step else ())
-        constants, options = module.kernel_constants(name, sizes, *place)
-    constants |= dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if step else "step", ()))
-    constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
-    signature = {
-        argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype)
-        for argument in kernel.arg_names
-    }
-    # as a launch with torch's tensors would find: their addresses are multiples of 16
-    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
-    spot = Resources(
-        job.variant, f"{name}, a step" if step else name, job.target, job.head, job.dtype, options["num_warps"]
-    )
-    limit = SHARED_KIB[capability(job.target)] * 1024
+        place = getattr(torch, job.dtype), gpu, *((True,) if step else ())
+        launches = module.kernel_launches(name, sizes, *place)
+    lacking = dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if step else "step", ()))
+    spot = Resources(job.variant, f"{name}, a step" if step else name, job.target, job.head, job.dtype)
+    limit = SHARED_KIB[gpu] * 1024
     began = time.perf_counter()
-    try:
-        target = GPUTarget("cuda", capability(job.target), 32)
-        for stages, ahead in _launches(module, name, constants, options):
-            constants |= ahead
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-            binary = triton.compile(source, target=target, options={**options, "num_stages": stages})
-            shared = binary.metadata.shared
-            if shared <= limit:
-                break
-    except Exception as error:  # whatever the compiler raises is a result
-        lines = str(error).strip().splitlines() or [""]
-        return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
+    for given, options in launches:
+        spot = replace(spot, warps=options["num_warps"])
+        constants = {k: v for k, v in {**given, **lacking}.items() if k in kernel.arg_names}
+        signature = {
+            argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype)
+            for argument in kernel.arg_names
+        }
+        # as a launch with torch's tensors would find: their addresses are multiples of 16
+        aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        try:
+            binary = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options)
+        except Exception as error:  # whatever the compiler raises is a result
+            lines = str(error).strip().splitlines() or [""]
+            return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
+        shared = binary.metadata.shared
+        if shared <= limit:
+            break
     registers, stack = resource_usage(binary.asm["cubin"])
     copies = (constants.get("STAGES") or 1) > 1
     return replace(
@@ -223,18 +220,6 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
         seconds=round(time.perf_counter() - began, 2),
         error=f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else "",
     )
-
-
-def _launches(
-    module: Any, name: str, constants: Mapping[str, Any], options: Mapping[str, Any]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Stages, and what a loop says of them, as a launch tries them where shared memory is short."""
-    for stages in range(options["num_stages"], 0, -1):
-        if "STAGES" not in constants:
-            yield stages, {}
-            continue
-        way, copied = module._KERNELS[name][0], constants["STAGES"] is not None
-        yield from ((stages, ahead) for ahead in module._ahead(name, way, stages, copied))
 
 
 def _pointer(held: str | None, dtype: str) -> str:

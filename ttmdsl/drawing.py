@@ -56,6 +56,25 @@ def dims_of(module: Any) -> dict[str, int]:
     return {dim: int(module.CONSTS.get(dim, 0)) for shape in shapes for dim in shape}
 
 
+def told(module: Any) -> set[str]:
+    """The dims whose sizes tensors tell, as they have them, or features of these."""
+    shapes = (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values())
+    return {dim for axes in shapes for dim in axes} | set(getattr(module, "FEATURES", {}))
+
+
+def is_deep(module: Any) -> bool:
+    """Whether a memory has a dim whose size no tensor tells, as an MLP's inner one."""
+    known = told(module)
+    return any(dim not in known for axes in module.MEMORY.values() for dim in axes)
+
+
+def dims_at(module: Any, head: int) -> tuple[int, ...]:
+    """Sizes for `sizes_of`: the head's, or four times that for a dim that memories alone have, as `Layer` makes it."""
+    known, made = told(module), getattr(module, "FEATURES", {})
+    free = [dim for dim, fixed in dims_of(module).items() if not fixed and dim not in made]
+    return tuple(head if dim in known else 4 * head for dim in free)
+
+
 def kept_exact(module: Any, name: str) -> bool:
     """Whether a tensor is a head's decay, one number: summed over many tokens, models keep it in float32."""
     axes = {**module.INPUTS, **module.GATES, **module.PARAMS}[name]
@@ -110,13 +129,10 @@ def draw(
     for key, t in (gates | params).items():
         x[key] = in_range(t, module.RANGES[key]) * (fading if module.RANGES[key] == "decay" else strength)
 
-    told = {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
-    told |= set(getattr(module, "FEATURES", {}))
-    needed = any(dim not in told for axes in module.MEMORY.values() for dim in axes)
     state: Tensors | None = None
     if any("L" in axes for axes in module.STATE.values()):
         state = _grown(module, shape, dtype, seed, strength) if shape.state else None
-    elif shape.state or needed:
+    elif shape.state or is_deep(module):
         number = len(shape.lengths) or lead[0]
         state = {}
         for key, axes in module.STATE.items():

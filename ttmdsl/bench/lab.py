@@ -22,9 +22,9 @@ import torch
 
 from ttmdsl.bench.clock import CudaClock, clock_for
 from ttmdsl.bench.measure import APART, verdict
-from ttmdsl.bench.subjects import Case, dims_at, own
+from ttmdsl.bench.subjects import Case, own
 from ttmdsl.bench.tune import Facts, Times, Trial, Verdict
-from ttmdsl.drawing import sizes_of
+from ttmdsl.drawing import dims_at, sizes_of
 from ttmdsl.parity import family_errors
 from ttmdsl.tuning import CONFIG, Entry, in_step, without_gradients
 
@@ -253,7 +253,7 @@ def facts(trial: Trial) -> Facts:
         for name, signature in module.KERNEL_SIGNATURES.items():
             if name in places:
                 kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k), in_step(k)))
-                chosen = fitted.get(name) or module.kernel_constants(kernel, sizes, case.torch_dtype, gpu)
+                chosen = fitted.get(name) or next(module.kernel_launches(kernel, sizes, case.torch_dtype, gpu))
                 constants, options = chosen
                 # the rules let a thread have all registers that there are, as does a configuration that says nothing
                 config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}

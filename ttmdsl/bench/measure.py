@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ttmdsl.bench.clock import Clock
-from ttmdsl.bench.subjects import DECODED, Case, Subject, dims_at, initial_state, others, own, tensors
+from ttmdsl.bench.subjects import DECODED, Case, Subject, initial_state, others, own, tensors
 
 Key = tuple[str, tuple[int, ...], str, str]  # layer, shape, dtype, who
 
@@ -101,7 +101,7 @@ def verdict(module: Any, case: Case, kept: Path | None = None) -> tuple[float, s
     gradients the outputs must be the same. The oracle is the reference where the torch backend is what is timed, else
     that backend in float64, which the tests hold to the reference; what it finds is kept in a folder, if one is given.
     """
-    from ttmdsl.drawing import Shape, draw
+    from ttmdsl.drawing import Shape, dims_at, draw
     from ttmdsl.parity import parity, step_errors
 
     backend, (_, _, H, D) = resolved(case), case.shape

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ttmdsl.aot import parse_variant
 from ttmdsl.bench.peers import Block, Peer, peers_of
-from ttmdsl.drawing import dims_of, in_range, kept_exact, sizes_of
+from ttmdsl.drawing import dims_at, in_range, is_deep, kept_exact, sizes_of
 
 DECODED = 64  # sequences that a decode step goes on with
 
@@ -75,24 +75,12 @@ class Subject:
 # ---- tensors ------------------------------------------------------------------------------------------------
 
 
-def _told(module: Any) -> set[str]:
-    """The dims that tensors have, which tell their sizes."""
-    return {dim for axes in (*module.INPUTS.values(), *module.GATES.values(), *module.PARAMS.values()) for dim in axes}
-
-
-def dims_at(module: Any, head: int) -> tuple[int, ...]:
-    """Sizes for `drawing.sizes_of`: the head's, or four times that for a dim that memories alone have."""
-    told = _told(module)
-    free = [dim for dim, fixed in dims_of(module).items() if not fixed and dim not in module.FEATURES]
-    return tuple(head if dim in told else 4 * head for dim in free)
-
-
 def tensors(module: Any, case: Case, lead: tuple[int, ...] | None = None) -> dict[str, Tensor]:
     """`op`'s tensors, ready for gradients; `lead` replaces [B, T, H], as for a step."""
     B, T, H, D = case.shape
     sizes = sizes_of(module, dims_at(module, D))
     generator = torch.Generator(case.device).manual_seed(0)
-    found, deep = {}, _deep(module)
+    found, deep = {}, is_deep(module)
     for name, axes in {**module.INPUTS, **module.GATES, **module.PARAMS}.items():
         shape = (*((H,) if name in module.PARAMS else lead or (B, T, H)), *(sizes[axis] for axis in axes))
         t = torch.randn(shape, generator=generator, device=case.device)
@@ -105,15 +93,9 @@ def tensors(module: Any, case: Case, lead: tuple[int, ...] | None = None) -> dic
     return found
 
 
-def _deep(module: Any) -> bool:
-    """Whether a memory has a dim that no tensor tells the size of."""
-    known = _told(module) | set(module.FEATURES)
-    return any(dim not in known for axes in module.MEMORY.values() for dim in axes)
-
-
 def initial_state(module: Any, case: Case) -> dict[str, Tensor] | None:
     """Memories whose sizes no tensor tells, or None."""
-    if not _deep(module):
+    if not is_deep(module):
         return None
     sizes = sizes_of(module, dims_at(module, case.shape[3]))
     generator = torch.Generator(case.device).manual_seed(1)
