@@ -240,7 +240,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--after", required=True, choices=stages, metavar="STAGE", help="one of " + ", ".join(stages))
     aot = command(_aot, "aot", "compile all kernels ahead of time, without a GPU: registers, spills, shared memory")
     aot.add_argument("more", nargs="*", metavar="SPEC", help="more layers; constants may follow one, as in trellis:b=1")
-    aot.add_argument("--heads", type=_numbers, default="64", metavar="N,N", help="head sizes (default 64), of which inner dims are four times")
+    aot.add_argument(
+        "--heads", type=_numbers, default="64", metavar="N,N", help="head sizes (default 64), inner dims 4x"
+    )
     aot.add_argument("--targets", type=_words, default="sm_90", metavar="SM,SM", help="GPUs (default sm_90)")
     aot.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs")
     aot.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at work (default 1)")
