@@ -4,8 +4,8 @@ What is covered in bfloat16, all kernels of each form, forward and backward: Tri
 newest at 64 for sm_80; at 128 for sm_90, but for what is like lattice_dec and dear, the forms for tokens from the start
 of a group on, since the others' kernels differ in little. The rest of the matrix (both versions, three head sizes, two
 targets) takes a quarter of an hour on two cores, and CI has that for all that it does: `python tests/aot_matrix.py`
-compiles it and writes docs/aot.md. A kernel fails that does not compile, or that wants
-more shared memory than its target has. Spilled registers are no failure: they are listed after the tests.
+compiles it and writes docs/aot.md. A kernel fails that does not compile, or that wants more shared memory than its
+target has. Spilled registers are no failure: they are listed after the tests.
 """
 
 from __future__ import annotations
