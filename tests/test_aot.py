@@ -26,6 +26,8 @@ import pytest
 from aot_matrix import OLD, VARIANTS, triton_36
 
 from ttmdsl.aot import (
+    AROUND,
+    OF_OP,
     Job,
     Resources,
     capability,
@@ -125,7 +127,7 @@ def test_wide_heads(variant: str, newest: Compiler, record_property: Any) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_triton_36(variant: str, old: Compiler, record_property: Any) -> None:
-    old.judge(Job(variant, 64, "sm_90", "bfloat16", around=False), record_property)
+    old.judge(Job(variant, 64, "sm_90", "bfloat16", named=OF_OP), record_property)
 
 
 @pytest.mark.slow
@@ -143,7 +145,7 @@ def test_what_is_around_op_has_room(newest: Compiler, old: Compiler) -> None:
     for compiler in (newest, old):
         for target in ("sm_80", "sm_90"):
             sizes = {"linear_attention": 60, "omega_linear:p=2": 8}
-            jobs = [Job(layer, head, target, "bfloat16", named="_(layer|past)_") for layer, head in sizes.items()]
+            jobs = [Job(layer, head, target, "bfloat16", named=AROUND) for layer, head in sizes.items()]
             around = [row for job in jobs for row in compiler.pool.submit(compile_kernels, job).result()]
             assert len(around) == 5 + 5 + 1
             assert not any(row.error or row.stack > 64 for row in around)
@@ -158,7 +160,7 @@ def test_the_old_triton_is_the_one_that_compiles(newest: Compiler, old: Compiler
 @pytest.mark.slow
 def test_newton_schulz_finds_room_for_wide_tiles(tmp_path: Path, newest: Compiler, record_property: Any) -> None:
     (tmp_path / "muon.ttm").write_text(MUON)
-    job = Job(str(tmp_path / "muon.ttm"), 128, "sm_80", "bfloat16", around=False)  # which has less
+    job = Job(str(tmp_path / "muon.ttm"), 128, "sm_80", "bfloat16", named=OF_OP)  # which has less
     newest.judge(job, record_property)
 
 

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 # Shared memory that one block may have, in KiB, by compute capability.
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+AROUND = "_(layer|past)_"  # what the names begin with of kernels around `op`
+OF_OP = f"(?!{AROUND})"
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All kernels of one variant of a layer, also those `around` `op` in `Layer`, or those alone whose names match the
+    """All kernels of one variant of a layer, also those around `op` in `Layer`, or those alone whose names match the
     pattern `named`; at one head size, an inner dim of memories four times as wide, for one target."""
 
     variant: str
@@ -42,7 +44,6 @@ class Job:
     target: str
     dtype: str
     consts: tuple[tuple[str, float], ...] = ()
-    around: bool = True
     named: str = ""
 
 
@@ -110,7 +111,8 @@ def compile_all(
         capability(target)
     given = tuple(sorted((consts or {}).items()))
     largest_first = sorted(heads, reverse=True)  # they take longest
-    jobs = [Job(v, h, t, dtype, given, around) for h in largest_first for v in variants for t in targets]
+    named = "" if around else OF_OP
+    jobs = [Job(v, h, t, dtype, given, named) for h in largest_first for v in variants for t in targets]
     found: dict[Job, list[Resources]] = {}
     for job, rows in _in_processes(jobs, processes):
         found[job] = rows
@@ -165,7 +167,6 @@ def compile_kernels(job: Job) -> list[Resources]:
     sizes = sizes_of(module, dims_at(module, job.head))
     found = (value for value in vars(module).values() if isinstance(value, module._Kernel))
     kernels = [k for k in found if k.name.endswith("_kernel") and re.match(job.named, k.name)]
-    kernels = [k for k in kernels if job.around or not isinstance(k, module._LayerKernel)]
     if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
@@ -182,7 +183,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
     name, kernel, gpu = of.name, of.jit, capability(job.target)
     if isinstance(of, module._LayerKernel):
         pointers, *launch = of.ahead(job.head)
-        launches = iter([launch])
+        launches = [launch]
     else:
         pointers = module.KERNEL_POINTERS[name]
         place = getattr(torch, job.dtype), gpu, *((True,) if step else ())

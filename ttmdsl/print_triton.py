@@ -55,7 +55,7 @@ class TritonPrinter(Printer):
         self.loaded: set[Node] = set()  # what earlier kernels left in the inputs' dtype
         self.loads: dict[Node, str] = {}  # the text that loads a value, where it is first used
         self.place: dict[Node, int] = {}  # an order that may be the best
-        self.ordering = 0  # the number of the order, of least peak if 0
+        self.ordering = 0  # the number of the order
         self.placing = Loads.LATE  # where values are loaded that are no variables yet
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
         self.few = False  # whether a unit has fewer tokens than `ROWS`

@@ -148,7 +148,8 @@ def order_by(
     weight: Weight,
     loaded: Callable[[Node], bool],
 ) -> list[Node]:
-    """The nodes in the order of that number; 0 is the one of least peak."""
+    """The nodes in the order of that number, wherever it has the loads; 0 is the one of least peak."""
+    number %= ELSEWHERE
     if not number:
         return best_order(nodes, kept, operands, weight, loaded)
     return [nodes[i] for i in Work(nodes, kept, operands, weight, loaded).order(number)]

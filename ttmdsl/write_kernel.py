@@ -34,7 +34,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import ELSEWHERE, FULL, ROWS, Loads, Weight, weights
+from ttmdsl.schedule import FULL, ROWS, Loads, Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -487,7 +487,7 @@ def write_kernel(
         )
         text.signature = _signature(kernel, text.way, rounded)
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
-        printer.ordering, printer.placing = number % ELSEWHERE, Loads.of(number, kernel.kind == "scan")
+        printer.ordering, printer.placing = number, Loads.of(number, kernel.kind == "scan")
         printer.turned, printer.few = turned(kernel), tokens < ROWS
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone)
         if kernel.kind == "scan":
