@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, has_dim, is_large, is_matmul, reachable
+from ttmdsl.network import NEVER, Network
 from ttmdsl.schedule import Weight
 
 # what passing on a tile in half precision counts; what it counts that something dear is computed in a walk, and not for
 # all units at once before the next; what passing on a state counts, and more than any sum of these
-_UNIT, _AHEAD, _STATE, _NEVER = 1 << 12, 1 << 15, 1 << 40, 1 << 60
+_UNIT, _AHEAD, _STATE = 1 << 12, 1 << 15, 1 << 40
 
 
 @dataclass(frozen=True)
@@ -87,81 +87,39 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
     is among them.
 
     It is the minimum cut of a network: anything may flow from a value to what is made of it, but through a value only
-    what it costs to pass it on. (A library for networks finds the same, and takes a tenth of a second to import, when
-    a whole layer is to compile in less than two.)
+    what it costs to pass it on.
     """
     inside = reachable(roots)
     carries = [n for n in inside if n.op == "leaf" and n in foreign]
     tainted = depends_on(roots, carries)
     dear = depends_on(roots, (n for n in tainted if n.op in DEAR))
-    left: _Network = {_SOURCE: {}, _SINK: {}}
-
-    def join(a: _Place, b: _Place, most: int) -> None:
-        left.setdefault(a, {})[b] = most
-        left.setdefault(b, {}).setdefault(a, 0)
-
+    network = Network()
     for n in inside:
         if n not in tainted:
             continue
         for x in (x for x in n.args if x in tainted):
             if n.op == "rename":  # what takes it takes the other
-                join((x, _FULL), (n, _FULL), _NEVER)
-                join((x, _SHORT), (n, _SHORT), _NEVER)
+                network.join((x, _FULL), (n, _FULL))
+                network.join((x, _SHORT), (n, _SHORT))
             else:
-                join((x, _SHORT if _rounds(n) else _FULL), (n, _MADE), _NEVER)
+                network.join((x, _SHORT if _rounds(n) else _FULL), (n, _MADE))
         if n.op != "rename":
             price = max(1, int(weight(n) * _UNIT)) + _AHEAD * (n in dear)
             moved = n in foreign and not is_large(n) and n.op not in ("leaf", "expand")
-            join((n, _MADE), (n, _FULL), 2 * price if moved else _STATE if n.op == "leaf" else _NEVER)
-            join((n, _FULL), (n, _SHORT), price if moved and len(n.axes) == 2 else _NEVER)
+            network.join((n, _MADE), (n, _FULL), 2 * price if moved else _STATE if n.op == "leaf" else NEVER)
+            network.join((n, _FULL), (n, _SHORT), price if moved and len(n.axes) == 2 else NEVER)
     for n in carries:
-        join(_SOURCE, (n, _MADE), _NEVER)
+        network.join(network.SOURCE, (n, _MADE))
     for n in tainted & set(roots):
-        join((n, _FULL), _SINK, _NEVER)
-    while path := _path(left):
-        most = min(left[a][b] for a, b in path)
-        for a, b in path:
-            left[a][b] -= most
-            left[b][a] += most
-    near = _leading_to(_SINK, left)
+        network.join((n, _FULL), network.SINK)
+    near = network.cut()
     values = [n for n in inside if n in tainted and n.op != "rename"]
     exact = {n: True for n in values if (n, _FULL) in near and (n, _MADE) not in near}
     return exact | {n: False for n in values if (n, _SHORT) in near and (n, _FULL) not in near}
 
 
-# a value, and how far: as it is made, as it passes in float32 and in half precision
+# how far a value has come: as it is made, as it passes in float32 and in half precision
 _MADE, _FULL, _SHORT = range(3)
-_Place: TypeAlias = tuple[Node | None, int]
-_Network: TypeAlias = dict[_Place, dict[_Place, int]]
-_SOURCE: _Place = None, _MADE
-_SINK: _Place = None, _FULL
-
-
-def _path(left: _Network) -> list[tuple[_Place, _Place]]:
-    """Steps of a shortest way from the source to the sink on which something can flow; none, where there is no way."""
-    came: dict[_Place, _Place] = {_SOURCE: _SOURCE}
-    queue = [_SOURCE]
-    for a in queue:
-        new = [b for b, most in left[a].items() if most > 0 and b not in came]
-        came |= dict.fromkeys(new, a)
-        queue += new
-    path: list[tuple[_Place, _Place]] = []
-    end = _SINK
-    while end in came and end != _SOURCE:
-        path.append((came[end], end))
-        end = came[end]
-    return path[::-1]
-
-
-def _leading_to(end: _Place, left: _Network) -> set[_Place]:
-    """The places from which something can still flow to this one."""
-    found = {end}
-    queue = [end]
-    for b in queue:
-        new = [a for a in left[b] if left[a][b] > 0 and a not in found]
-        found.update(new)
-        queue += new
-    return found
 
 
 def _rounds(node: Node) -> bool:
