@@ -22,8 +22,8 @@ from ttmdsl.lower import Form
 from ttmdsl.options import Options
 from ttmdsl.pipeline import run
 from ttmdsl.plan import Plan, free_axis, plan, split, steep, walks_at
-from ttmdsl.schedule import FULL, weights
-from ttmdsl.staging import cost, ordered, peak_of_loads, spilled_at_128, staged
+from ttmdsl.schedule import FULL, Work, tiles_first, weights
+from ttmdsl.staging import computed, cost, operands, ordered, peak_of_loads, spilled_at_128, staged
 from ttmdsl.write_kernel import saved_name, turned
 
 
@@ -170,6 +170,28 @@ def test_kernels_in_a_row_do_not_pass_on_what_is_negated_of_what_they_pass_on(
 
 
 @every_plan
+def test_orders_with_tiles_first_are_orders(form: Form, found: Plan) -> None:
+    for kernel in (k for k in found.backward if k.kind == "map"):
+        nodes = computed(kernel)
+        for order in tiles_first(nodes, operands, FULL, staging._outside(nodes)):
+            assert sorted(order, key=lambda n: n.id) == sorted(nodes, key=lambda n: n.id)
+            place = {n: i for i, n in enumerate(order)}
+            assert all(place[a] < i for n, i in place.items() for a in operands(n) if a in place)
+
+
+@every_plan
+@pytest.mark.parametrize("limit", [1.0, 4.0, 8.5])
+def test_as_many_values_find_room_as_have_it(form: Form, found: Plan, limit: float) -> None:
+    for kernel in (k for k in found.backward if k.kind == "map"):
+        order = ordered(kernel, FULL)
+        for first in range(0, len(order), 1 + len(order) // 3):
+            work = Work(order, (), operands, FULL, staging._outside(order))
+            count = work.fitting(first, limit, [0.0] * len(order))
+            assert count == 1 or peak_of_loads(order[first : first + count], FULL) <= limit
+            assert count == len(order) - first or peak_of_loads(order[first : first + count + 1], FULL) > limit
+
+
+@every_plan
 def test_an_order_that_is_searched_longer_is_one_and_no_worse(form: Form, found: Plan) -> None:
     weight = weights(64)
     for kernel in (k for k in found.backward if k.kind == "map"):
@@ -178,6 +200,55 @@ def test_an_order_that_is_searched_longer_is_one_and_no_worse(form: Form, found:
         place = {n: i for i, n in enumerate(searched)}
         assert all(place[a] < i for n, i in place.items() for a in n.args if a in place)
         assert peak_of_loads(searched, weight) <= peak_of_loads(plain, weight)
+
+
+CUT = [("titans_linear", {"b": 64}), ("omega_linear", {"b": 64}), ("trellis", {"b": 64}), ("gsa", {})]
+
+
+def gradient_maps(name: str, consts: dict[str, float]) -> list[Kernel]:
+    return [k for k in plan("chunk", forms(name, consts)["chunk"]).backward if k.name.startswith("_chunk_backward_1")]
+
+
+@pytest.mark.parametrize(("name", "consts"), CUT)
+def test_kernels_in_a_row_cost_less_with_gradients_of_gates_last(
+    name: str, consts: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates_last = plan("chunk", forms(name, consts)["chunk"])
+    monkeypatch.setattr(staging, "_vectors_last", lambda *_: [])
+    as_ever = plan("chunk", forms(name, consts)["chunk"])
+    weight = weights(64)
+    now, before = (sum(cost(k, weight) for k in found.backward) for found in (gates_last, as_ever))
+    assert now < before / 1.02
+
+
+@pytest.mark.parametrize(("name", "consts"), CUT)
+def test_what_passes_is_taken_later(name: str, consts: dict[str, float]) -> None:
+    kernels = gradient_maps(name, consts)
+    for i, k in enumerate(kernels):
+        assert {*k.saves} <= {n for later in kernels[i + 1 :] for n in later.given}
+
+
+def test_vectors_that_follow_from_inputs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def passed() -> list[str]:
+        return [n.op for k in gradient_maps("omega_linear", {"b": 64}) for n in k.saves if len(n.axes) < 2]
+
+    found_again = passed()
+    assert not {"rename", "exp2"}.intersection(found_again)
+    monkeypatch.setattr(staging, "_spared", lambda kernel, parts: parts)
+    assert {"rename", "exp2"} <= {*passed()}
+    assert len(found_again) < len(passed())
+
+
+@pytest.mark.parametrize(("name", "consts"), [("titans_linear", {"b": 64}), ("gsa", {})])
+def test_a_kernel_is_given_what_it_would_load_tiles_for(
+    name: str, consts: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def price() -> float:
+        return sum(cost(k, weights(64)) for k in plan("chunk", forms(name, consts)["chunk"]).backward)
+
+    given = price()
+    monkeypatch.setattr(staging, "_handed_on", lambda kernel, parts, weight: parts)
+    assert given < price()
 
 
 def test_gradients_share_a_kernel_in_an_order_that_was_searched() -> None:

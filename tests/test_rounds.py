@@ -43,7 +43,10 @@ def test_whatever_has_the_inner_dim_walks_over_it_or_is_split_by_the_grid(name: 
         assert (k.inner == "h" or k.blocked == "h") == any("h" in n.axes for n in k.nodes)
 
 
-WIDE = [("gated_delta_net", {}), ("trellis", {"b": 64}), ("gsa", {}), ("titans_linear", {"b": 64}), ("dplr", {})]
+WIDE = [
+    *[("gated_delta_net", {}), ("gsa", {}), ("dplr", {})],
+    *[("trellis", {"b": 64}), ("lattice_dec", {"b": 64, "project": 0})],
+]
 
 
 @pytest.mark.parametrize(("name", "consts"), WIDE)
@@ -60,7 +63,8 @@ def test_a_dim_that_tensors_have_is_walked_over_where_wide_heads_find_no_room_el
         ways = (replace(k, inner=""), k, replace(k, searched=True))
         plain, walked, searched = (alive(way, weights(64, 128, way.inner)) for way in ways)
         assert plain > ROOM
-        assert walked <= (plain if k.searched else min(plain, WALKING)) or searched <= plain / 2
+        left = plain * (2 / 3 if len(rounds(k.roots, k.given, k.inner)) == 1 else 1 / 2)
+        assert walked <= (plain if k.searched else min(plain, WALKING)) or searched <= left
         assert again(k) <= AGAIN
 
 
@@ -180,9 +184,9 @@ def worst_in_blocks(name: str, consts: dict[str, float]) -> tuple[int, list[str]
     ("name", "consts"),
     [
         *WIDE,
+        ("titans_linear", {"b": 64}),
         *[(name, {}) for name in ("linear_attention", "mamba2", "gla", "delta_net", "rwkv7", "abc")],
         ("omega_linear", {"b": 64}),
-        ("lattice_dec", {"b": 64, "project": 0}),
     ],
 )
 def test_walks_over_the_blocks_of_a_head_are_the_reference(

@@ -255,20 +255,23 @@ def reachable(
     operands: Callable[[Node], tuple[Node, ...]] = lambda node: node.args,
 ) -> list[Node]:
     """The roots and all they need, operands before users, each once; not looking below what is given."""
-    seen: dict[Node, None] = {}
+    found: list[Node] = []
     begun: set[Node] = set()
-    stack = [*roots][::-1]
+    stack: list[Node | None] = [*reversed([*roots])]
     while stack:
-        node = stack[-1]
-        if node in begun or node in given:
-            stack.pop()
-            seen[node] = None
-        elif node in seen:
-            stack.pop()
-        else:
+        node = stack.pop()
+        if node is None:  # the operands of the next are done
+            done = stack.pop()
+            assert done
+            found.append(done)
+        elif node not in begun:
             begun.add(node)
-            stack += [a for a in operands(node)[::-1] if a not in seen]
-    return list(seen)
+            if node in given:
+                found.append(node)
+            else:
+                stack += (node, None)
+                stack += [a for a in operands(node)[::-1] if a not in begun]
+    return found
 
 
 def nearest(node: Node, wanted: Callable[[Node], bool], skipped: Callable[[Node], bool]) -> list[Node]:

@@ -350,6 +350,9 @@ def _in_blocks(p: Plan, tokens: int) -> Plan:
     def searched(k: Kernel) -> float:
         return tiles(replace(k, searched=True))
 
+    def freed(k: Kernel) -> float:
+        return 2 / 3 if len(rounds(k.roots, k.given, k.inner)) == 1 else 1 / 2
+
     def walking_over(k: Kernel) -> Kernel:
         if k.kind == "scan" or k.inner or tiles(k) <= ROOM:
             return k
@@ -359,8 +362,8 @@ def _in_blocks(p: Plan, tokens: int) -> Plan:
         best = min(ways, key=tiles, default=k)
         if tiles(best) <= most:
             return best
-        best = min(ways, key=searched, default=k)  # in another order, which frees half
-        return best if searched(best) <= min(most, tiles(k) / 2) else k
+        best = min(ways, key=searched, default=k)  # in another order, which frees half; a third, if in one round
+        return best if searched(best) <= min(most, tiles(k) * freed(best)) else k
 
     return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))
 
@@ -483,7 +486,7 @@ def shares(
     @functools.cache
     def kernels(*share: str) -> tuple[float, list[Kernel]]:
         kernel = Kernel("_kernel", "map", program, outputs=tuple((k, gradients[k]) for k in share))
-        return staged(kernel.giving(saved), weight)
+        return staged(kernel.giving(saved), weight, gates_last=len(share) > len(gates) and {*gates} <= {*share})
 
     least, best = math.inf, divisions[0]
     for division in divisions:

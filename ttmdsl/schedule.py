@@ -140,6 +140,18 @@ def best_order(
     return [nodes[i] for i in work.best(map(work.order, range(1, ORDERS)))]
 
 
+def least_peak(
+    nodes: Sequence[Node], operands: Operands, weight: Weight, loaded: Callable[[Node], bool], enough: float
+) -> float:
+    """The peak of the best order, but of `enough` registers and fewer only that they are no more."""
+    work, least = Work(nodes, (), operands, weight, loaded), math.inf
+    for number in (1, *range(3, ORDERS), 2):  # greedy takes longest
+        least = min(least, work.peak(work.order(number), least))
+        if least <= enough:
+            break
+    return least
+
+
 def order_by(
     number: int,
     nodes: Sequence[Node],
@@ -188,6 +200,18 @@ def wider_order(
     return [nodes[i] for i in work.best([work.order(1), work.frugal(), *orders])]
 
 
+def tiles_first(
+    nodes: Sequence[Node], operands: Operands, weight: Weight, loaded: Callable[[Node], bool]
+) -> list[list[Node]]:
+    """The nodes depth first, in both directions: what tiles at the end follow from before what vectors alone do, and
+    each vector or number as soon as what it is made of has been computed, or that and loaded for something else."""
+    work = Work(nodes, (), operands, weight, loaded)
+    small = [len(n.axes) < 2 for n in nodes]
+    roots = sorted(work.ends, key=small.__getitem__)
+    orders = [work.depth_first(roots, flip) for flip in (False, True)]
+    return [[nodes[i] for i in work.early(small, order, loads)] for loads in (False, True) for order in orders]
+
+
 class Work:
     """Values by number, in the order given; behind them what they load. What lies in no register is left out."""
 
@@ -220,6 +244,11 @@ class Work:
         return [mine[::-1] for mine in self.used]
 
     @functools.cached_property
+    def distinct(self) -> list[list[int]]:
+        """What each uses, once."""
+        return [[*dict.fromkeys(mine)] for mine in self.used]
+
+    @functools.cached_property
     def ends(self) -> list[int]:
         """What nothing uses."""
         return [i for i in range(self.computed) if not self.users[i]]
@@ -249,6 +278,30 @@ class Work:
             if not left[i]:
                 live -= weights[i]
         return most
+
+    def fitting(self, first: int, limit: float, beside: Sequence[float]) -> int:
+        """How many values from the first on, in the order given, find room in so many registers, at least one: each is
+        kept until the last of these that takes it. `beside`: what each weighs all the while."""
+        weights, working, distinct = self.weights, self.working, self.distinct
+        taken: dict[int, int] = {}  # at which place last
+        live: list[float] = []  # at each place
+        most = more = 0.0
+        for place, i in enumerate(range(first, self.computed)):
+            live.append(weights[i] + working[i])
+            since = place
+            for a in distinct[i]:
+                start = taken[a] + 1 if a in taken else place
+                if start < since:
+                    since = start
+                weight = weights[a]
+                for between in range(start, place + 1):
+                    live[between] += weight
+                taken[a] = place
+            taken[i] = place
+            most, more = max(most, max(live[since:])), more + beside[i]
+            if place and most + more > limit:
+                return place
+        return self.computed - first
 
     @functools.cached_property
     def times(self) -> list[int]:
@@ -301,17 +354,35 @@ class Work:
                 stack += operands[i]
         return list(order)
 
+    def early(self, early: Sequence[bool], order: Iterable[int], loads: bool) -> list[int]:
+        """The order, but some values as soon as what they are made of has been computed; with `loads` also loaded."""
+        left = [sum(loads or a < self.computed for a in set(mine)) for mine in self.used]
+        found: dict[int, None] = {}
+        there: set[int] = set()
+        for i in order:
+            ready = [] if i in found else [i]
+            while ready:
+                i = ready.pop()
+                found[i] = None
+                new = {a for a in self.used[i] if loads and a >= self.computed and a not in there}
+                there |= new
+                for user in dict.fromkeys(u for a in (i, *sorted(new)) for u in set(self.users[a])):
+                    left[user] -= sum(a in self.used[user] for a in (i, *new))
+                    if early[user] and not left[user] and user not in found:
+                        ready.append(user)
+        return [*found]
+
     def greedy(self) -> list[int]:
         """Always the ready value that frees most, or adds least."""
         left = list(map(len, self.users))
-        waiting = [{a for a in mine if a < self.computed} for mine in self.used]
-        freed = set(range(self.computed)) - self.kept
+        waiting = [sum(a < self.computed for a in mine) for mine in self.distinct]
         freeable = [
-            [(a, times, self.weights[a]) for a, times in Counter(mine).items() if a in freed] for mine in self.used
+            [(a, mine.count(a), self.weights[a]) for a in once if a < self.computed and a not in self.kept]
+            for mine, once in zip(self.used, self.distinct, strict=True)
         ]
 
         def cost(i: int) -> float:
-            return self.weights[i] - sum(w for a, times, w in freeable[i] if left[a] == times)
+            return self.weights[i] - sum([w for a, times, w in freeable[i] if left[a] == times])
 
         ready = [(cost(i), i) for i in range(self.computed) if not waiting[i]]
         heapq.heapify(ready)
@@ -323,9 +394,10 @@ class Work:
             order[i] = None
             for a in self.used[i]:
                 left[a] -= 1
-            for user in self.users[i]:
-                waiting[user].discard(i)
-            near = {*self.users[i], *(u for a in self.used[i] for u in self.users[a])}
+            near = {*self.users[i]}
+            for user in near:
+                waiting[user] -= 1
+            near.update(*[self.users[a] for a in self.distinct[i]])
             for user in near.difference(order):
                 if not waiting[user]:
                     heapq.heappush(ready, (cost(user), user))

@@ -9,13 +9,26 @@ what is cheaper than a load, as products of inputs are.
 from __future__ import annotations
 
 import functools
-from bisect import bisect
+import itertools
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
 from ttmdsl.kernels import Kernel
-from ttmdsl.schedule import BLOCK, WORKING, Weight, Work, best_order, peak, weights, wider_order
+from ttmdsl.network import NEVER, Network
+from ttmdsl.schedule import (
+    BLOCK,
+    WORKING,
+    Weight,
+    Work,
+    best_order,
+    least_peak,
+    peak,
+    tiles_first,
+    weights,
+    wider_order,
+)
 
 ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
 CLOSE = 1.15 * ROOM  # a little more, which spills little
@@ -30,11 +43,15 @@ SPARED = 2.0  # least that is worth computing a value once more for: moving a ti
 SCAN = 5.0  # how much more all of it counts in a scan, whose units wait for one another;
 DOUBT = 1.1  # by how much such a price may be wrong
 APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
+SEARCHED = 0.8  # what an order that is looked for longer may leave of the tiles that are alive
+BESIDE = 0.25  # tiles without room in what passes on more to the next kernel than it would else
+_UNIT = 1 << 12  # for costs in whole numbers
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
-def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
-    """The kernels in a kernel's place, in order; before them what they cost together."""
+def staged(kernel: Kernel, weight: Weight, gates_last: bool = False) -> tuple[float, list[Kernel]]:
+    """The kernels in a kernel's place, in order; before them what they cost together. `gates_last`: whether they are
+    also looked for with what tiles follow from before what vectors alone do."""
     order, dim = ordered(kernel, weight), kernel.program.inner
     whole = _cost(kernel, order, weight), [kernel]
     if peak_of_loads(order, weight, dim) <= ROOM:
@@ -46,10 +63,15 @@ def staged(kernel: Kernel, weight: Weight) -> tuple[float, list[Kernel]]:
     if not dim:  # what walks over blocks would compute such values in every round
         parts = _lean(kernel, parts, weight)
         price = _price(parts, weight)
-    best = price, parts
-    kernel = replace(kernel, searched=True)  # it may have room in another order
-    whole = cost(kernel, weight), [kernel]
-    return min(best, whole, key=lambda way: way[0] + spilled_at_128(way[1], weight))
+    if work(kernel) + spilled(SEARCHED * alive(kernel, weight)) < price:
+        searched = replace(kernel, searched=True)
+        whole = cost(searched, weight), [searched]
+    found = [(price, parts), whole]
+    if not dim and gates_last:
+        found += _vectors_last(kernel, weight, min(price, whole[0]))
+    price, parts = least = min(found, key=lambda way: way[0])
+    near = [way for way in found if way[0] < price + MOST * len(parts)]
+    return min(near, key=lambda way: way[0] + spilled_at_128(way[1], weight)) if len(near) > 1 else least
 
 
 def spilled_at_128(kernels: Iterable[Kernel], weight: Weight) -> float:
@@ -64,13 +86,21 @@ def spilled_at_128(kernels: Iterable[Kernel], weight: Weight) -> float:
 
 def cost(kernel: Kernel, weight: Weight) -> float:
     """About how long a kernel takes, as many times as long as moving a tile in half precision."""
+    if kernel.kind == "map" and not kernel.program.inner and not kernel.searched:
+        return work(kernel) + spilled(_least_peak(computed(kernel), weight))
     return _cost(kernel, ordered(kernel, weight), weight)
+
+
+@functools.lru_cache(1024)  # ways to plan share kernels, and parts of them
+def _least_peak(nodes: tuple[Node, ...], weight: Weight) -> float:
+    return least_peak(nodes, operands, weight, _outside(nodes), ROOM)
 
 
 def _cost(kernel: Kernel, order: Sequence[Node], weight: Weight) -> float:
     return _work(kernel, order) + spilled(_alive(kernel, order, weight))
 
 
+@functools.lru_cache(1024)
 def work(kernel: Kernel) -> float:
     """What a kernel costs but for what it spills."""
     return _work(kernel, computed(kernel))
@@ -81,7 +111,7 @@ def _work(kernel: Kernel, nodes: Sequence[Node]) -> float:
     walked = kernel.walked()
     moved = [n for n in tiles if (n.op == "leaf" and n not in walked) or n in kernel.given]
     moved += [n for n in kernel.saves if len(n.axes) == 2]
-    traffic = sum(1.0 if n.axes[0] in TOKEN_AXES and n not in kernel.exact else 2.0 for n in moved)
+    traffic = sum(_moved(n, kernel) for n in moved)
     products = sum(PRODUCT * is_product(n) + DECAY * (n.op in DECAYED) for n in nodes)
     return LAUNCH + products + traffic
 
@@ -107,7 +137,9 @@ def _alive(kernel: Kernel, order: Sequence[Node], weight: Weight) -> float:
 
 def _totals(order: Iterable[Node], weight: Weight, dim: str) -> float:
     """What the sums weigh that a walk over the blocks of a dim adds up all the while."""
-    return sum(weight(n) for n in order if dim and dim not in n.axes and any(dim in a.axes for a in n.args))
+    if not dim:
+        return 0.0
+    return sum(weight(n) for n in order if dim not in n.axes and any(dim in a.axes for a in n.args))
 
 
 def ordered(kernel: Kernel, weight: Weight) -> list[Node]:
@@ -139,22 +171,26 @@ def computed(kernel: Kernel) -> tuple[Node, ...]:
 def _cut(kernel: Kernel, segments: Sequence[Sequence[Node]]) -> list[Kernel]:
     """The kernel as several, each of which computes one segment, and once more the products of inputs that it uses."""
     place = {n: i for i, segment in enumerate(segments) for n in segment}
-    outside = {*kernel.given, *(n for n in place if len(n.axes) < 2)}
-    cheap = {n for n in place if is_product(n) and all(outside.issuperset(_sources(a, ())) for a in operands(n))}
-    passed = functools.cache(lambda n: _crossing(n, cheap))
-    crossing: dict[Node, None] = {}
-    for n in place:
-        for a in (s for x in operands(n) for s in passed(x)):
-            if a in place and place[a] < place[n]:
-                crossing[a] = None
+    passed = _passed(kernel)
+    crossing = dict.fromkeys(a for n in place for a in passed[n] if place[a] < place[n])
     return _passing(kernel, place, crossing)
+
+
+@functools.lru_cache(16)
+def _passed(kernel: Kernel) -> dict[Node, tuple[Node, ...]]:
+    """For each value that a kernel computes those that a later part is given in place of its operands."""
+    nodes = computed(kernel)
+    outside = {*kernel.given, *(n for n in nodes if len(n.axes) < 2)}
+    cheap = {n for n in nodes if is_product(n) and all(outside.issuperset(_sources(a, ())) for a in operands(n))}
+    inside = set(nodes)
+    crossing = functools.cache(lambda n: [a for a in _crossing(n, cheap) if a in inside])
+    return {n: tuple(a for x in operands(n) for a in crossing(x)) for n in nodes}
 
 
 def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node]) -> list[Kernel]:
     """The kernel as several, which pass these values on: each value is computed by the part that is its `place`."""
     passed = set(crossing) - set(kernel.saves)  # what is saved for others passes as it is saved
-    # what products alone take of it, they would round anyway
-    exact = kernel.exact | passed.intersection(a for n in place if not is_product(n) for a in operands(n))
+    exact = kernel.exact | (passed & _taken_exactly(kernel))
     result: list[Kernel] = []
     known = kernel.given
     for i in range(1 + max(place.values())):
@@ -167,10 +203,103 @@ def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node])
     return [part for part in result if part.roots]
 
 
+@functools.lru_cache(16)
+def _taken_exactly(kernel: Kernel) -> set[Node]:
+    """What not only products take, which would round it anyway."""
+    return {a for n in computed(kernel) if not is_product(n) for a in operands(n)}
+
+
+def _vectors_last(kernel: Kernel, weight: Weight, most: float) -> list[tuple[float, list[Kernel]]]:
+    """The kernel cut so that gradients of gates, which are found of sums over tiles, come after those of vectors, if it
+    costs clearly less than `most`; before it what it costs, as far as that is known."""
+    orders = tiles_first(computed(kernel), operands, weight, _outside(computed(kernel)))
+    different = dict.fromkeys(map(tuple, orders))
+    found = (_segments(order, weight, limit, "") for order in different for limit in (ROOM, CLOSE))
+    ways = [_cut(kernel, segments) for segments in {tuple(map(frozenset, s)): s for s in found}.values()]
+    least, best = most, list[Kernel]()
+    for parts in sorted(ways, key=lambda parts: sum(map(work, parts))):
+        price = _price(parts, weight, least)
+        if price < least:
+            least, best = price, parts
+    if not best:
+        return []
+    best = _spared(kernel, _handed_on(kernel, _lean(kernel, best, weight), weight))
+    doubted = DOUBT * _price(best, weight)
+    return [(doubted, best)] if doubted <= most else []
+
+
+def _handed_on(kernel: Kernel, parts: list[Kernel], weight: Weight) -> list[Kernel]:
+    """The parts of a kernel, each of which is given what it would find once more of tiles that it loads for that alone,
+    where that costs less and the part before it has room for it."""
+    for i in range(1, len(parts)):
+        spared = _found_again(kernel, parts, i)
+        if not spared:
+            continue
+        place, crossing = _as_cut(kernel, parts)
+        new = _passing(kernel, place | dict.fromkeys(spared, i - 1), [*crossing, *spared])
+        if len(new) == len(parts) and _price(new, weight) < _price(parts, weight):
+            parts = new if alive(new[i - 1], weight) <= ROOM + BESIDE else parts
+    return parts
+
+
+def _spared(kernel: Kernel, parts: list[Kernel]) -> list[Kernel]:
+    """The parts of a kernel, which pass on no vector that follows from inputs by work on single elements."""
+    place, crossing = _as_cut(kernel, parts)
+    known = {*kernel.given, *crossing}
+    easy = {n for n in crossing if len(n.axes) < 2 and _follows(n, known - {n})}
+    taken = {n for part in _passing(kernel, place, [n for n in crossing if n not in easy]) for n in part.given}
+    return _passing(kernel, place, [n for n in crossing if n in taken])
+
+
+def _found_again(kernel: Kernel, parts: Sequence[Kernel], i: int) -> list[Node]:
+    """The values that cost least to pass to a part of a kernel, so that it need not load what they follow from: of
+    those that inputs alone, and vectors that it is given, lead to by way of one product.
+
+    A minimum cut: on the sink's side is what the part loads, or computes, itself.
+    """
+    part, before = parts[i], {n for p in parts[:i] for n in p.nodes if is_product(n)}
+    passed = {n for p in parts[:i] for n in p.saves} - set(kernel.given)
+    known = {*kernel.given, *(n for n in passed if len(n.axes) < 2)}
+    nodes = [n for n in part.nodes if not is_input(n) and n not in part.given]
+    alone: dict[Node, bool] = {}  # and whether by way of a product
+    for n in nodes:
+        if n not in part.roots and all(a in alone or a in known or is_input(a) for a in n.args):
+            late = any(alone.get(a, False) for a in n.args)
+            if not (late and is_product(n)):
+                alone[n] = late or is_product(n)
+    loads = [a for n in nodes for a in n.args if len(a.axes) == 2 and a not in passed and (is_input(a) or a in known)]
+    network = Network()
+    for tile in dict.fromkeys(a for a in loads if constant(a) is None):
+        network.join(network.SOURCE, (tile, True), int(_UNIT * _moved(tile, kernel)))
+    for n in nodes:
+        for a in n.args:
+            if a in alone or a in loads:
+                network.join((a, True), (n, False) if n in alone else network.SINK)
+        if n in alone:
+            way = 2 * _moved(n, kernel) if len(n.axes) == 2 else len(n.axes) / 64
+            halves = all(map(is_product, kernel.users[n]))  # which round what they take
+            kept = n.op in ("rename", "expand") or len(n.axes) > 2
+            network.join((n, False), (n, True), NEVER if kept else int(_UNIT * (way if halves else 2 * way)))
+            if n in before:
+                network.join(network.SOURCE, (n, False), int(_UNIT * PRODUCT))
+    near = network.cut()
+    return [n for n in alone if (n, True) in near and (n, False) not in near]
+
+
+def _moved(tile: Node, kernel: Kernel) -> float:
+    """What a tile's way between memory and chip costs."""
+    return 1.0 if tile.axes[0] in TOKEN_AXES and tile not in kernel.exact else 2.0
+
+
+def _as_cut(kernel: Kernel, parts: Sequence[Kernel]) -> tuple[dict[Node, int], list[Node]]:
+    """Which part of a kernel is the first to compute each value, and what they pass on."""
+    place = {n: i for i, part in reversed([*enumerate(parts)]) for n in computed(part)}
+    return place, [n for part in parts for n in part.saves if n not in kernel.saves]
+
+
 def _lean(kernel: Kernel, parts: list[Kernel], weight: Weight) -> list[Kernel]:
     """The parts of a kernel, which pass on nothing that is found more cheaply of what else they are given."""
-    place = {n: i for i, part in reversed([*enumerate(parts)]) for n in computed(part)}
-    crossing = [n for part in parts for n in part.saves if n not in kernel.saves]
+    place, crossing = _as_cut(kernel, parts)
     for n in [n for n in crossing if len(n.axes) == 2 and n.op not in _ACROSS]:
         fewer = [a for a in crossing if a is not n]
         if _follows(n, {*kernel.given, *fewer}):
@@ -193,8 +322,14 @@ def _apart(some: Iterable[Kernel], others: Iterable[Kernel]) -> tuple[list[Kerne
     return [k for key, k in one.items() if key not in two], [k for key, k in two.items() if key not in one]
 
 
-def _price(kernels: Iterable[Kernel], weight: Weight) -> float:
-    return sum(cost(k, weight) for k in kernels)
+def _price(kernels: Sequence[Kernel], weight: Weight, most: float = math.inf) -> float:
+    """What kernels cost together; of more than `most` only that it is more."""
+    price = sum(map(work, kernels))
+    for k in kernels:
+        if price > most:
+            break
+        price += cost(k, weight) - work(k)
+    return price
 
 
 @functools.lru_cache(1 << 14)
@@ -231,36 +366,35 @@ def _peak_of_loads(segment: tuple[Node, ...], weight: Weight, dim: str) -> float
     return peak(segment, (), operands, weight, _outside(segment)) + _totals(segment, weight, dim)
 
 
-def _fitting(nodes: list[Node], weight: Weight, limit: float, dim: str) -> int:
-    """How many of the nodes have room, from the first one on."""
-    work = Work(nodes, (), operands, weight, _outside(nodes))
-
-    def tiles(first: int) -> float:
-        totals = _totals(nodes[:first], weight, dim)
-        return work.peak(range(first), limit - totals) + totals
-
-    return 1 + bisect(range(2, len(nodes) + 1), limit, key=tiles)  # the peak hardly ever falls as a segment grows
-
-
-def _segments(order: list[Node], weight: Weight, limit: float, dim: str) -> list[list[Node]]:
+def _segments(order: Sequence[Node], weight: Weight, limit: float, dim: str) -> list[Sequence[Node]]:
     """The order cut into pieces that have room, each at the place in its last part where least crosses."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
-    segments: list[list[Node]] = []
+    work = Work(order, (), operands, weight, _outside(order))
+    totals = [_totals([n], weight, dim) for n in order]
+    room: dict[int, int] = {}  # how many values have, from each place where a piece starts
     start = 0
     while start < len(order):
-        end = start + _fitting(order[start:], weight, limit, dim)
+        end = start + room.setdefault(start, work.fitting(start, limit, totals))
         if end < len(order):
-            ends = range(start + max(1, (end - start) * 2 // 3), end + 1)
-            placed = enumerate(order[start:end], start)
-            later = [(i, last[n], weight(n)) for i, n in placed if last.get(n, -1) >= ends[0]]
-            end = min(ends, key=lambda p: sum(w for first, until, w in later if first < p <= until))
-        segments.append(order[start:end])
+            least = start + max(1, (end - start) * 2 // 3)
+            crossing = dict.fromkeys(range(least, end + 1), 0.0)
+            for i, n in enumerate(order[start:end], start):
+                for place in range(max(i + 1, least), min(last.get(n, -1), end) + 1):
+                    crossing[place] += weight(n)
+            end = min(crossing, key=crossing.__getitem__)
         start = end
-    merged = segments[:1]
-    for segment in segments[1:]:  # what is next to a value that has no room anyway
-        apart = max(peak_of_loads(part, weight, dim) for part in (merged[-1], segment))
-        if peak_of_loads([*merged[-1], *segment], weight, dim) <= max(limit, apart):
-            merged[-1] = [*merged[-1], *segment]
+    ends = [*room, len(order)]
+    merged = [order[: ends[1]]]
+    first = 0
+    for start, end in itertools.pairwise(ends[1:]):
+        both = order[first:end]
+        fits = len(both) <= room[first]
+        if not fits and 1 in (room[first], room[start]):  # what is next to a value that has no room anyway
+            apart = max(peak_of_loads(part, weight, dim) for part in (merged[-1], order[start:end]))
+            fits = peak_of_loads(both, weight, dim) <= max(limit, apart)
+        if fits:
+            merged[-1] = both
         else:
-            merged.append(segment)
+            merged.append(order[start:end])
+            first = start
     return merged
