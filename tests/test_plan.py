@@ -214,7 +214,7 @@ def test_kernels_in_a_row_cost_less_with_gradients_of_gates_last(
     name: str, consts: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates_last = plan("chunk", forms(name, consts)["chunk"])
-    monkeypatch.setattr(staging, "_vectors_last", lambda *_: [])
+    monkeypatch.setattr(staging, "_gates_last", lambda *_: [])
     as_ever = plan("chunk", forms(name, consts)["chunk"])
     weight = weights(64)
     now, before = (sum(cost(k, weight) for k in found.backward) for found in (gates_last, as_ever))

@@ -64,11 +64,11 @@ def staged(kernel: Kernel, weight: Weight, gates_last: bool = False) -> tuple[fl
         parts = _lean(kernel, parts, weight)
         price = _price(parts, weight)
     if work(kernel) + spilled(SEARCHED * alive(kernel, weight)) < price:
-        searched = replace(kernel, searched=True)
+        searched = replace(kernel, searched=True)  # it may have room in another order
         whole = cost(searched, weight), [searched]
     found = [(price, parts), whole]
     if not dim and gates_last:
-        found += _vectors_last(kernel, weight, min(price, whole[0]))
+        found += _gates_last(kernel, weight, min(price, whole[0]))
     price, parts = least = min(found, key=lambda way: way[0])
     near = [way for way in found if way[0] < price + MOST * len(parts)]
     return min(near, key=lambda way: way[0] + spilled_at_128(way[1], weight)) if len(near) > 1 else least
@@ -209,7 +209,7 @@ def _taken_exactly(kernel: Kernel) -> set[Node]:
     return {a for n in computed(kernel) if not is_product(n) for a in operands(n)}
 
 
-def _vectors_last(kernel: Kernel, weight: Weight, most: float) -> list[tuple[float, list[Kernel]]]:
+def _gates_last(kernel: Kernel, weight: Weight, most: float) -> list[tuple[float, list[Kernel]]]:
     """The kernel cut so that gradients of gates, which are found of sums over tiles, come after those of vectors, if it
     costs clearly less than `most`; before it what it costs, as far as that is known."""
     orders = tiles_first(computed(kernel), operands, weight, _outside(computed(kernel)))
@@ -369,12 +369,12 @@ def _peak_of_loads(segment: tuple[Node, ...], weight: Weight, dim: str) -> float
 def _segments(order: Sequence[Node], weight: Weight, limit: float, dim: str) -> list[Sequence[Node]]:
     """The order cut into pieces that have room, each at the place in its last part where least crosses."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
-    work = Work(order, (), operands, weight, _outside(order))
+    values = Work(order, (), operands, weight, _outside(order))
     totals = [_totals([n], weight, dim) for n in order]
     room: dict[int, int] = {}  # how many values have, from each place where a piece starts
     start = 0
     while start < len(order):
-        end = start + room.setdefault(start, work.fitting(start, limit, totals))
+        end = start + room.setdefault(start, values.fitting(start, limit, totals))
         if end < len(order):
             least = start + max(1, (end - start) * 2 // 3)
             crossing = dict.fromkeys(range(least, end + 1), 0.0)
