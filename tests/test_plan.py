@@ -202,55 +202,6 @@ def test_an_order_that_is_searched_longer_is_one_and_no_worse(form: Form, found:
         assert peak_of_loads(searched, weight) <= peak_of_loads(plain, weight)
 
 
-CUT = [("titans_linear", {"b": 64}), ("omega_linear", {"b": 64}), ("trellis", {"b": 64}), ("gsa", {})]
-
-
-def gradient_maps(name: str, consts: dict[str, float]) -> list[Kernel]:
-    return [k for k in plan("chunk", forms(name, consts)["chunk"]).backward if k.name.startswith("_chunk_backward_1")]
-
-
-@pytest.mark.parametrize(("name", "consts"), CUT)
-def test_kernels_in_a_row_cost_less_with_gradients_of_gates_last(
-    name: str, consts: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gates_last = plan("chunk", forms(name, consts)["chunk"])
-    monkeypatch.setattr(staging, "_gates_last", lambda *_: [])
-    as_ever = plan("chunk", forms(name, consts)["chunk"])
-    weight = weights(64)
-    now, before = (sum(cost(k, weight) for k in found.backward) for found in (gates_last, as_ever))
-    assert now < before / 1.02
-
-
-@pytest.mark.parametrize(("name", "consts"), CUT)
-def test_what_passes_is_taken_later(name: str, consts: dict[str, float]) -> None:
-    kernels = gradient_maps(name, consts)
-    for i, k in enumerate(kernels):
-        assert {*k.saves} <= {n for later in kernels[i + 1 :] for n in later.given}
-
-
-def test_vectors_that_follow_from_inputs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def passed() -> list[str]:
-        return [n.op for k in gradient_maps("omega_linear", {"b": 64}) for n in k.saves if len(n.axes) < 2]
-
-    found_again = passed()
-    assert not {"rename", "exp2"}.intersection(found_again)
-    monkeypatch.setattr(staging, "_spared", lambda kernel, parts: parts)
-    assert {"rename", "exp2"} <= {*passed()}
-    assert len(found_again) < len(passed())
-
-
-@pytest.mark.parametrize(("name", "consts"), [("titans_linear", {"b": 64}), ("gsa", {})])
-def test_a_kernel_is_given_what_it_would_load_tiles_for(
-    name: str, consts: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def price() -> float:
-        return sum(cost(k, weights(64)) for k in plan("chunk", forms(name, consts)["chunk"]).backward)
-
-    given = price()
-    monkeypatch.setattr(staging, "_handed_on", lambda kernel, parts, weight: parts)
-    assert given < price()
-
-
 def test_gradients_share_a_kernel_in_an_order_that_was_searched() -> None:
     found = plan("chunk", forms("gated_delta_net", {})["chunk"])
     (kernel,) = (k for k in found.backward if k.outputs)

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, has_dim, is_large, is_matmul, reachable
-from ttmdsl.network import NEVER, Network
+from ttmdsl.network import NEVER, UNIT, Network
 from ttmdsl.schedule import Weight
 
-# what passing on a tile in half precision counts; what it counts that something dear is computed in a walk, and not for
-# all units at once before the next; what passing on a state counts, and more than any sum of these
-_UNIT, _AHEAD, _STATE = 1 << 12, 1 << 15, 1 << 40
+# what it counts, beside a tile that is passed on in half precision, that something dear is computed in a walk, and not
+# for all units at once before the next; what passing on a state counts, more than any sum of these
+_AHEAD, _STATE = 8 * UNIT, 1 << 40
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
             else:
                 network.join((x, _SHORT if _rounds(n) else _FULL), (n, _MADE))
         if n.op != "rename":
-            price = max(1, int(weight(n) * _UNIT)) + _AHEAD * (n in dear)
+            price = max(1, int(weight(n) * UNIT)) + _AHEAD * (n in dear)
             moved = n in foreign and not is_large(n) and n.op not in ("leaf", "expand")
             network.join((n, _MADE), (n, _FULL), 2 * price if moved else _STATE if n.op == "leaf" else NEVER)
             network.join((n, _FULL), (n, _SHORT), price if moved and len(n.axes) == 2 else NEVER)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+UNIT = 1 << 12  # a cost of 1, in whole numbers
 NEVER = 1 << 60  # a way that no cut goes through
 
 

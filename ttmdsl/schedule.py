@@ -257,7 +257,7 @@ class Work:
         """The most registers in use at once where these are computed in this order; of more than `limit` only that it
         is more."""
         used, weights, working, computed = self.used, self.weights, self.working, self.computed
-        left = [*self.times] if len(order) == computed else self.taken(order)
+        left = [*self.times]
         loaded: set[int] = set()
         live = most = 0.0
         for i in order:
@@ -305,18 +305,8 @@ class Work:
 
     @functools.cached_property
     def times(self) -> list[int]:
-        """How often each is taken by all, what is kept once more."""
-        return self.taken(range(self.computed))
-
-    def taken(self, some: Iterable[int]) -> list[int]:
-        """The same by some of them."""
-        times = [0] * len(self.weights)
-        for i in self.kept:
-            times[i] = 1
-        for i in some:
-            for a in self.used[i]:
-                times[a] += 1
-        return times
+        """How often each is taken, what is kept once more."""
+        return [len(users) + (i in self.kept) for i, users in enumerate(self.users)]
 
     def best(self, orders: Iterable[list[int]]) -> list[int]:
         """The first order of least peak."""
@@ -356,7 +346,7 @@ class Work:
 
     def early(self, early: Sequence[bool], order: Iterable[int], loads: bool) -> list[int]:
         """The order, but some values as soon as what they are made of has been computed; with `loads` also loaded."""
-        left = [sum(loads or a < self.computed for a in set(mine)) for mine in self.used]
+        left = [sum(loads or a < self.computed for a in mine) for mine in self.distinct]
         found: dict[int, None] = {}
         there: set[int] = set()
         for i in order:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
 from ttmdsl.kernels import Kernel
-from ttmdsl.network import NEVER, Network
+from ttmdsl.network import NEVER, UNIT, Network
 from ttmdsl.schedule import (
     BLOCK,
     WORKING,
@@ -45,7 +45,6 @@ DOUBT = 1.1  # by how much such a price may be wrong
 APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
 SEARCHED = 0.8  # what an order that is looked for longer may leave of the tiles that are alive
 BESIDE = 0.25  # tiles without room in what passes on more to the next kernel than it would else
-_UNIT = 1 << 12  # for costs in whole numbers
 _ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
@@ -205,7 +204,7 @@ def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node])
 
 @functools.lru_cache(16)
 def _taken_exactly(kernel: Kernel) -> set[Node]:
-    """What not only products take, which would round it anyway."""
+    """What others than products take, too: these would round it anyway."""
     return {a for n in computed(kernel) if not is_product(n) for a in operands(n)}
 
 
@@ -237,8 +236,9 @@ def _handed_on(kernel: Kernel, parts: list[Kernel], weight: Weight) -> list[Kern
             continue
         place, crossing = _as_cut(kernel, parts)
         new = _passing(kernel, place | dict.fromkeys(spared, i - 1), [*crossing, *spared])
-        if len(new) == len(parts) and _price(new, weight) < _price(parts, weight):
-            parts = new if alive(new[i - 1], weight) <= ROOM + BESIDE else parts
+        cheaper = len(new) == len(parts) and _price(new, weight) < _price(parts, weight)
+        if cheaper and alive(new[i - 1], weight) <= ROOM + BESIDE:
+            parts = new
     return parts
 
 
@@ -267,10 +267,12 @@ def _found_again(kernel: Kernel, parts: Sequence[Kernel], i: int) -> list[Node]:
             late = any(alone.get(a, False) for a in n.args)
             if not (late and is_product(n)):
                 alone[n] = late or is_product(n)
-    loads = [a for n in nodes for a in n.args if len(a.axes) == 2 and a not in passed and (is_input(a) or a in known)]
+    taken = dict.fromkeys(a for n in nodes for a in n.args if len(a.axes) == 2 and a not in passed)
+    loads = [a for a in taken if is_input(a) or a in known]
     network = Network()
-    for tile in dict.fromkeys(a for a in loads if constant(a) is None):
-        network.join(network.SOURCE, (tile, True), int(_UNIT * _moved(tile, kernel)))
+    for tile in loads:
+        if constant(tile) is None:
+            network.join(network.SOURCE, (tile, True), int(UNIT * _moved(tile, kernel)))
     for n in nodes:
         for a in n.args:
             if a in alone or a in loads:
@@ -279,9 +281,9 @@ def _found_again(kernel: Kernel, parts: Sequence[Kernel], i: int) -> list[Node]:
             way = 2 * _moved(n, kernel) if len(n.axes) == 2 else len(n.axes) / 64
             halves = all(map(is_product, kernel.users[n]))  # which round what they take
             kept = n.op in ("rename", "expand") or len(n.axes) > 2
-            network.join((n, False), (n, True), NEVER if kept else int(_UNIT * (way if halves else 2 * way)))
+            network.join((n, False), (n, True), NEVER if kept else int(UNIT * (way if halves else 2 * way)))
             if n in before:
-                network.join(network.SOURCE, (n, False), int(_UNIT * PRODUCT))
+                network.join(network.SOURCE, (n, False), int(UNIT * PRODUCT))
     near = network.cut()
     return [n for n in alone if (n, True) in near and (n, False) not in near]
 
