@@ -76,8 +76,12 @@ class FormTexts:
         return sorted(n for n in self.saved if not any(_takes(k, n) for k in self.backward))
 
     def lasting(self) -> dict[str, Axes]:
-        """The values saved by backward kernels that are needed to the end."""
-        return {n: axes for n, axes in self.saved_late.items() if any(_takes(k, n) for k in self._steps()[-1])}
+        """The values saved by backward kernels that are needed to the end; of tiles those that scans or kernels before
+        them take, since until a later one does, the memory is free for others."""
+        steps = self._steps()
+        wanted = {n: axes for n, axes in self.saved_late.items() if any(_takes(k, n) for k in steps[-1])}
+        early = self.backward[: walks_at(k.kind for k in self.backward).stop]
+        return {n: axes for n, axes in wanted.items() if len(axes) < 2 or any(_takes(k, n) for k in early)}
 
     def stages(self) -> list[tuple[tuple[KernelText, ...], dict[str, Axes], list[str]]]:
         """The backward kernels, those from the first scan to the last together, each with the rooms for values that it
@@ -87,7 +91,7 @@ class FormTexts:
         uses = [{n for n in known if any(_takes(k, n) for k in step)} for step in steps]
         stages = []
         for i, step in enumerate(steps):
-            earlier, later = uses[-1].union(*uses[:i]), set().union(*uses[i + 1 :])
+            earlier, later = {*self.lasting()}.union(*uses[:i]), set().union(*uses[i + 1 :])
             made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - earlier}
             stages.append((step, made, sorted(uses[i] - later) if later else []))
         return stages
