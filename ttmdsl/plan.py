@@ -21,7 +21,7 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   blocks, or the whole dim as one, is said by what was measured.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
 
-Does not choose tile sizes or warps: that is the launch's business (codegen/triton.py.j2).
+Does not choose tile sizes or warps: that is the launch's business (codegen/triton_launch.py.j2).
 """
 
 from __future__ import annotations
