@@ -2,7 +2,7 @@
 
 Input: JSON files, one for each GPU, in the folders of `Options.tuned` (later ones win). Output: `Tables`, and the part
 of them that a generated module carries as a literal. A kernel is known by its `signature`, which covers its program and
-no layer's name. Measures nothing (bench/tune.py does), and holds no default: those are rules in codegen/triton_launch.py.j2.
+no layer's name. Measures nothing (bench/tune.py does), and holds no default: codegen/triton_launch.py.j2 has the rules.
 
 A file is {"target": "sm_90", "kernels": [...], "chunks": [...], "excluded": [...]}:
 
