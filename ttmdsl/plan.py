@@ -49,6 +49,7 @@ from ttmdsl.ir import (
     reachable,
     tied,
 )
+from ttmdsl.join import joined
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
@@ -119,6 +120,7 @@ def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = (
 def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Plan:
     """The kernels of a chunk form in units of so many tokens. `division`: which gradients share kernels, where a form
     with the same ones has said so."""
+    form = Form(joined(form.forward, form.backward), joined(form.backward, form.forward))
     weight = weights(tokens)
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
     handed, kept = form.forward.ends(), _states(form.backward.outputs.values())
