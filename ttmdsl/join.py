@@ -1,12 +1,12 @@
 """Sums that a scan takes: products of tiles that share an operand as one, and what is free of its chain as one value.
 
-x a^T d + (y b)^T d is (x a + y b)^T d: a product less. What scales the shared operand along the axis that is summed over
-may as well scale the other, and so may what scales the product along the other's axis. Addends that are free of the
-carries, or of their cotangents, are added up apart from the rest: what is free is found for all units at once, and so
-passes to the scan as one tile, not as several.
+x a^T d + (y b)^T d is (x a + y b)^T d: a product less. What scales the shared operand along the axis that is summed
+over may as well scale the other, and so may what scales the product along the other's axis. Addends that are free of
+the carries, or of their cotangents, are added up apart from the rest: what is free is found for all units at once, and
+so passes to the scan as one tile, not as several.
 
-Input: a program, and the one beside it, whose values stay as they are. Output: the same values. A product that something
-else takes, too, is left alone, and none that is free is joined with one that is not. Knows no layer.
+Input: a program, and the one beside it, whose values stay as they are. Output: the same values. A product that is taken
+twice is left alone, and none that is free is joined with one that is not. Knows no layer.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _joined(
 
 
 def _ways(node: Node, single: Callable[[Node], bool]) -> Iterator[tuple[_Kind, tuple[Node, ...]]]:
-    """What an addend could share, if it is a product of tiles that nothing else takes, times vectors; and the factors of
-    the other operand."""
+    """What an addend could share, if it is a product of tiles that nothing else takes, times vectors; and the factors
+    of the other operand."""
     scales: list[Node] = []
     while node.op == "mul" and single(node):
         small, node = sorted(node.args, key=lambda a: len(a.axes))

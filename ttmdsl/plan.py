@@ -45,6 +45,7 @@ from ttmdsl.ir import (
     depends_on,
     is_matmul,
     is_product,
+    is_token_tile,
     original,
     reachable,
     tied,
@@ -139,7 +140,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     if before and not (needs_dear(ends, chained, ()) or weighs(before)):
         before = weights_alone(before)
     saved = before.saves if before else ()
-    passed = _passed(_scans(scan, saved, weight))
+    passed, careful = _passed(_scans(scan, saved, weight)), steep(form.forward)
     ways: list[tuple[float, list[Kernel], list[Kernel], Division, frozenset[Node]]] = []
     # where kernels walk over blocks, what few steps take costs more than they spare (measured)
     chain = form.backward if form.backward.inner else affine(form.backward)
@@ -157,7 +158,8 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
                 way = _backward(name, program, doubt, free, have, weight, divisions[i], most)
                 if way:
                     price, kernels, divisions[i] = way
-                    ways.append((price + len(cuts), scans, kernels, divisions[i], free.exact if free else frozenset()))
+                    price += len(cuts) + (_twice(kernels, have) if careful else 0)
+                    ways.append((price, scans, kernels, divisions[i], free.exact if free else frozenset()))
     _, scans, backward, division, exact = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
@@ -166,7 +168,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
         scans += staged(read.giving((*saved, *(n for k in scans for n in k.saves))), weight)[1]
     found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), parts, division)
     found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
-    found = _careful(found) if steep(form.forward) else found
+    found = _careful(found) if careful else found
     found = _with_gates_ahead(found, tokens)
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
@@ -375,6 +377,12 @@ def again(walking: Kernel) -> int:
     found = rounds(walking.roots, walking.given, walking.inner)
     times = Counter(n for r in found for n in {*r.sums, *r.within})
     return sum(times[n] - 1 for n in times if n.op == "leaf" or n in walking.given or is_product(n))
+
+
+def _twice(kernels: Iterable[Kernel], exact: tuple[Node, ...]) -> int:
+    """What it costs more to load these values in float32; by scans no more than by others, as it is copied ahead."""
+    tiles = {n for n in exact if is_token_tile(n)}
+    return sum(len(tiles.intersection(k.given)) for k in kernels)
 
 
 def _exactly(p: Plan, exact: frozenset[Node]) -> Plan:
