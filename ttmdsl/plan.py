@@ -8,6 +8,7 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
   it, and saved for the backward pass; so are gates, which scans would wait for (vectors.py).
 - Backward is split by dependence: a scan for the cotangents of the carries alone, in few steps where that spares many
   (affine.py), then kernels that run for all chunks at once and share the gradients of the inputs among them.
+- Products that are added up and share an operand are one; so is what a scan's sum takes that is free (join.py).
 - Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py);
   those of one kernel that share a tile are one, where they go the same ways (gather.py).
 - Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
