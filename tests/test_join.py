@@ -98,7 +98,9 @@ def test_any_sum(data: st.DataObject) -> None:
     def term() -> Node:
         x = data.draw(st.sampled_from([*o.a, o.chained]))
         y = data.draw(st.sampled_from(o.d))
-        for scale in data.draw(st.sets(st.sampled_from([t, i, j]))):
+        if data.draw(st.booleans()):
+            y = b.mul(y, y)
+        for scale in data.draw(st.lists(st.sampled_from([t, i, j]), max_size=4)):
             x, y = (b.mul(scale, z) if {*scale.axes} <= {*z.axes} else z for z in (x, y))
         found = o.dot(x, y)
         return b.neg(found) if data.draw(st.booleans()) else found

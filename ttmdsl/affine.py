@@ -19,6 +19,7 @@ from ttmdsl.ir import (
     addends,
     constant,
     has_dim,
+    in_order,
     is_large,
     is_token_tile,
     is_zero,
@@ -143,7 +144,7 @@ class _Chain:
 
         found: Coefficient = {}
         for number, fs in addends(node, whole):
-            wide = tuple(sorted((f for f in fs if has_dim(f)), key=lambda f: f.id))
+            wide = in_order(f for f in fs if has_dim(f))
             narrow = self.b.product([self.b.const(number), *(f for f in fs if not has_dim(f))])
             self.put(found, wide, narrow)
         return found
@@ -156,7 +157,7 @@ class _Chain:
         found: Coefficient = {}
         for a, c in x.items():
             for b, d in y.items():
-                wide = tuple(sorted((*a, *b), key=lambda f: f.id))
+                wide = in_order((*a, *b))
                 narrow = self.b.mul(c, d)
                 self.put(found, wide, narrow)
         if len(found) > MOST:

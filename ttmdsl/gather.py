@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ttmdsl.associate import sums_tiles
 from ttmdsl.builder import Builder, substitute
-from ttmdsl.ir import Node, addends, depends_on
+from ttmdsl.ir import Node, addends, depends_on, in_order
 from ttmdsl.kernels import Kernel
 
 Share: TypeAlias = tuple[float, tuple[Node, ...]]  # a number times factors, in the order of their ids
@@ -105,11 +105,7 @@ def _expressions(kernel: Kernel, tied: set[Node], of: set[Node], axes: int) -> I
 
     for n in kernel.nodes:
         if linear(n) and (n in stored or not all(map(linear, kernel.users[n]))):
-            yield n, [(c, _in_order(factors)) for c, factors in addends(n, whole)]
-
-
-def _in_order(factors: Iterable[Node]) -> tuple[Node, ...]:
-    return tuple(sorted(factors, key=lambda f: f.id))
+            yield n, [(c, in_order(factors)) for c, factors in addends(n, whole)]
 
 
 def _groups(sums: list[_Sum]) -> list[tuple[Node, list[tuple[Share, _Sum]]]]:
@@ -141,7 +137,7 @@ def _ratio(base: Share, other: Share) -> Share | None:
     factors.subtract(base[1])
     if min(factors.values(), default=0) < 0:
         return None
-    return round(other[0] / base[0], 12), _in_order(factors.elements())
+    return round(other[0] / base[0], 12), in_order(factors.elements())
 
 
 def _scaled(b: Builder, share: Share, *tiles: Node) -> Node:

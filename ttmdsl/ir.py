@@ -145,6 +145,11 @@ def factors(node: Node) -> list[Node]:
     return [node]
 
 
+def in_order(values: Iterable[Node]) -> tuple[Node, ...]:
+    """The values, repeats included, in the order of their ids: the same however they were come by."""
+    return tuple(sorted(values, key=lambda n: n.id))
+
+
 def is_large(node: Node) -> bool:
     """Whether a value is as large as a state, or larger."""
     return len(node.axes) > 2 or (len(node.axes) == 2 and node.axes[0] not in TOKEN_AXES)

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Axes, Node, Program, Role, factors, is_large, is_matmul, tied, users
+from ttmdsl.ir import Axes, Node, Program, Role, factors, in_order, is_large, is_matmul, tied, users
 
 Addend: TypeAlias = tuple[bool, Node]  # whether it is negative
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What products that can be joined have alike: the shared operand, as factors, what scales them along its other
-    axis, and the axis that is summed over."""
+    """What products that can be joined have alike: the shared operand, as factors in the order of their ids, what
+    scales them along its other axis, and the axis that is summed over."""
 
-    shared: frozenset[Node]
-    beside: frozenset[Node]
+    shared: tuple[Node, ...]
+    beside: tuple[Node, ...]
     over: Axes
 
 
@@ -99,7 +99,7 @@ def _ways(node: Node, single: Callable[[Node], bool]) -> Iterator[tuple[_Kind, t
         parts = factors(shared) if shared.op == "mul" else [shared]
         moved = [f for f in parts if {*f.axes} <= {*node.reduced}]
         beside = [s for s in scales if {*s.axes} & {*shared.axes}]
-        kind = _Kind(frozenset(parts) - {*moved}, frozenset(beside), node.reduced)
+        kind = _Kind(in_order(f for f in parts if f not in moved), in_order(beside), node.reduced)
         yield kind, (*moved, *(s for s in scales if s not in beside), other)
 
 

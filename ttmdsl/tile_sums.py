@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder, substitute
-from ttmdsl.ir import REDUCING, Axes, Node, Program, reachable
+from ttmdsl.ir import REDUCING, Axes, Node, Program, in_order, reachable
 from ttmdsl.padding import PaddingAnalysis
 
 SUM = 9.0  # what a sum over an axis of a tile costs, in operations on each of its elements
@@ -128,11 +128,7 @@ class _Rewriter:
         if any(len(s.atoms) + len(t.atoms) > most for s in x for t in y):
             return None
         times = self.b.mul
-        found = [
-            Term(times(s.u, t.u), times(s.w, t.w), tuple(sorted((*s.atoms, *t.atoms), key=lambda a: a.id)))
-            for s in x
-            for t in y
-        ]
+        found = [Term(times(s.u, t.u), times(s.w, t.w), in_order((*s.atoms, *t.atoms))) for s in x for t in y]
         return self.merged(found)
 
     def merged(self, terms: list[Term]) -> list[Term]:
