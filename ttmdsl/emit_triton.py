@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Axes, Program
+from ttmdsl.kernel_text import KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
@@ -23,7 +24,7 @@ from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, in_step, signature, tuned_table, without_gradients
 from ttmdsl.write_alone import step_alone
-from ttmdsl.write_kernel import KernelText, saved_name, write_kernel
+from ttmdsl.write_kernel import saved_name, write_kernel
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_step import write_step
 from ttmdsl.write_walks import write_token_backward

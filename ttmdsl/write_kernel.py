@@ -1,7 +1,7 @@
-"""The text of one Triton kernel: its pointers, what it loads and stores, and its arithmetic from the printer.
+"""Writes one Triton kernel: its pointers, what it loads and stores, and its arithmetic from the printer.
 
-Input: a `Kernel` of a plan, or the sequential form for its backward pass. Output: `KernelText`, which the templates in
-codegen/ frame. Decides nothing about which kernels there are.
+Input: a `Kernel` of a plan, or the sequential form for its backward pass. Output: `KernelText` (kernel_text.py).
+Decides nothing about which kernels there are.
 
 Pointers are named by what they hold: `q_ptr` an input, `S_start_ptr` a state at the sequences' starts [N, H, ...],
 `S_units_ptr` at every unit's start [U, H, ...], `S_end_ptr` at the ends, and the same with d_ for cotangents.
@@ -14,12 +14,12 @@ import itertools
 import keyword
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Axes, Node, Program, base_dim, is_large, is_matmul
-from ttmdsl.kernels import Kernel, Kind
+from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Node, Program, base_dim, is_large, is_matmul
+from ttmdsl.kernel_text import Ahead, Argument, KernelText
+from ttmdsl.kernels import Kernel
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.past import before_name
 from ttmdsl.print_triton import (
@@ -38,7 +38,7 @@ from ttmdsl.schedule import FULL, ROWS, Loads, Weight, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
-from ttmdsl.tuning import NOTHING, Tables, in_step, signature, without_gradients
+from ttmdsl.tuning import NOTHING, Tables, signature
 from ttmdsl.write_alone import Alone
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
@@ -52,110 +52,6 @@ _NAME = re.compile(r"\b[a-zA-Z_]\w*")
 _LOAD = re.compile(r"(\w+) = tl\.load\(")
 
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
-
-
-When = Literal["", "step", "more"]
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A pointer of a kernel and the Python expression that launches pass for it. `dtype`: input, gate, float32 or
-    int64. `when`: it is given for one token's step alone, or for more tokens, if not for both."""
-
-    name: str
-    value: str
-    dtype: str
-    when: When = ""
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A tensor's value at a token, loaded while the token before it is computed: a walk would wait for it else."""
-
-    name: str
-    next: str
-    value: str
-
-
-# of the sequential form: a walk over the tokens of a unit, or of a segment, or of many of these; a kernel for one
-# token of these, or for all of a unit; or for a step's one token
-TokenKind = Literal["walk", "segment", "piece", "turn", "unit", "step"]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Tiles that are kept of every token, so many: as products take them, of all that a tile's axes are padded to."""
-
-    name: str
-    axes: Axes
-    count: int
-
-
-@dataclass
-class KernelText:
-    """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state; `by_token`: a scan
-    over single tokens. `found`: what a walk that finds a segment's states again leaves of every token, and its axes.
-    `steps`: gradient steps of a token that it deals out by itself. `aside`: what no token's value takes part in, once
-    the first token is being loaded. `others`: the body in other orders, by their numbers."""
-
-    name: str
-    doc: str
-    kind: Kind | TokenKind = "scan"
-    alive: float = 0.0
-    arguments: list[Argument] = field(default_factory=list)
-    dims: list[str] = field(default_factory=list)
-    blocked: str = ""
-    inner: str = ""
-    held: list[str] = field(default_factory=list)
-    reverse: bool = False
-    of_tokens: bool = False
-    by_token: bool = False
-    before: list[str] = field(default_factory=list)
-    keep: list[str] = field(default_factory=list)
-    aside: list[str] = field(default_factory=list)
-    body: list[str] = field(default_factory=list)
-    others: dict[int, list[str]] = field(default_factory=dict)
-    after: list[str] = field(default_factory=list)
-    ahead: list[Ahead] = field(default_factory=list)
-    found: dict[str, Axes] = field(default_factory=dict)
-    kept: Kept | None = None
-    steps: int = 1
-    uses: set[str] = field(default_factory=set)
-    fresh: list[int] = field(default_factory=list)
-    signature: str = ""
-
-    @property
-    def way(self) -> str:
-        """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse; of the tokens of one
-        unit a walk, each in its turn, or all at once."""
-        scan = "reverse" if self.reverse and self.kind == "scan" else self.kind
-        return "map of tokens" if self.of_tokens else scan
-
-    @property
-    def staged(self) -> bool:
-        """Whether its loop loads what Triton copies to shared memory ahead."""
-        return self.kind == "piece" or (self.kind == "scan" and not (self.by_token or self.inner))
-
-    @property
-    def signatures(self) -> dict[str, str]:
-        """Its signature, by its name; and what it is where no backward pass may follow, if it stores less then; and in
-        a step, if it walks over tokens, or is for one alone."""
-        forward = self.kind in ("scan", "map") and not self.reverse
-        stores_less = forward and (self.keep or any("KEEP" in line for line in self.body))
-        found = {self.name: self.signature}
-        if stores_less:
-            found[without_gradients(self.name)] = without_gradients(self.signature)
-        if self.kind == "step" or self.by_token:
-            found[in_step(self.name)] = in_step(self.signature)
-        return found
-
-    def pointer(self, name: str, value: str, dtype: str, when: When = "") -> str:
-        """Declares a pointer once; `d_q` may be both the cotangent of q and an input of its own."""
-        known = {(a.value, a.dtype): a.name for a in self.arguments}
-        if (value, dtype) not in known:
-            known[value, dtype] = Names(known.values()).get(f"{name}_ptr")
-            self.arguments.append(Argument(known[value, dtype], value, dtype, when))
-        return known[value, dtype]
 
 
 class KernelWriter:

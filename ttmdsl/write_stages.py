@@ -13,11 +13,12 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ttmdsl.ir import Axes, Node, Program, base_dim
+from ttmdsl.kernel_text import Kept, KernelText
 from ttmdsl.print_triton import Rows, load_token, store_token
 from ttmdsl.rounds import rounds
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages
-from ttmdsl.write_kernel import Kept, KernelText, KernelWriter
+from ttmdsl.write_kernel import KernelWriter
 from ttmdsl.write_rounds import emit_rounds
 from ttmdsl.write_walks import BASE, Source, WalkWriter
 
