@@ -32,7 +32,7 @@ aot: $(VENV)/.dev
 	$(BIN)/python tests/aot_matrix.py 2
 
 clean:
-	rm -rf $(VENV) demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo dist tests/.cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # What was installed, and from which lists: a stamp for each set of extras.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

@@ -12,6 +12,9 @@ import pytest
 
 # whoever runs the tests may have tables of launch configurations of their own
 os.environ["TTM_TUNED_DIR"] = os.devnull
+# hypothesis looks for constants to draw in all modules that are loaded from elsewhere than tests: in those that are
+# generated, which are long, that takes a minute in all
+os.environ["TTM_CACHE_DIR"] = str(Path(__file__).parent / ".cache")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
