@@ -106,7 +106,7 @@ def test_any_sum(data: st.DataObject) -> None:
         return b.neg(found) if data.draw(st.booleans()) else found
 
     terms = [
-        data.draw(st.sampled_from([o.end, b.mul(i, o.end)])),
+        data.draw(st.sampled_from([o.end, b.mul(i, o.end), b.neg(b.add(o.end, b.const(2.0)))])),
         *(term() for _ in range(data.draw(st.integers(1, 5)))),
     ]
     data.draw(st.randoms()).shuffle(terms)

@@ -34,8 +34,7 @@ class _Sums:
         self.dims: Counter[str] = Counter()
         new: dict[Node, Node] = {}
         for n in program.nodes:
-            args = tuple(new[a] for a in n.args)
-            made = n if args == n.args else self.b.remade(n, args)
+            made = self.b.again(n, new)
             new[n] = self.cheapest(made) if n not in self.needed and sums_tiles(made) else made
         self.program = program.with_outputs({k: new[v] for k, v in program.outputs.items()})
 

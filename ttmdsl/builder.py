@@ -358,6 +358,11 @@ class Builder:
             a, b = b, a
         return self.make("contract", (a, b), (x for x in (*a.axes, *b.axes) if x not in over), self.order(over))
 
+    def again(self, node: Node, new: Mapping[Node, Node]) -> Node:
+        """The same operation on what its operands have become; the node, where these are as they were."""
+        args = tuple(new[a] for a in node.args)
+        return node if args == node.args else self.remade(node, args)
+
     def remade(self, node: Node, args: tuple[Node, ...]) -> Node:
         """The same operation on other operands, through the algebra."""
         match node.op:
@@ -386,8 +391,7 @@ def substitute(b: Builder, root: Node, given: Mapping[Node, Node]) -> Node:
     new = dict(given)
     for n in reachable([root], given):
         if n not in new:
-            args = tuple(new[a] for a in n.args)
-            new[n] = n if args == n.args else b.remade(n, args)
+            new[n] = b.again(n, new)
     return new[root]
 
 

@@ -272,8 +272,7 @@ def settled(program: Program) -> Program:
     """The program without `still`, which it needs no more once it has been differentiated."""
     b, new = program.builder, dict[Node, Node]()
     for n in program.nodes:
-        args = tuple(new[a] for a in n.args)
-        new[n] = args[0] if n.op == "still" else n if args == n.args else b.remade(n, args)
+        new[n] = new[n.args[0]] if n.op == "still" else b.again(n, new)
         if new[n] is not n and n in b.labels:
             b.label(new[n], b.labels[n])
     return program.with_outputs({name: new[value] for name, value in program.outputs.items()})

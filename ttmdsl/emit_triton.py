@@ -74,25 +74,24 @@ class FormTexts:
 
     def unused(self) -> list[str]:
         """Values saved by forward kernels that no backward kernel takes."""
-        return sorted(n for n in self.saved if not any(_takes(k, n) for k in self.backward))
+        return sorted(self.saved.keys() - _taken(self.backward, self.saved))
 
     def lasting(self) -> dict[str, Axes]:
         """The values saved by backward kernels that are needed to the end; of tiles those that scans or kernels before
         them take, since until a later one does, the memory is free for others."""
-        steps = self._steps()
-        wanted = {n: axes for n, axes in self.saved_late.items() if any(_takes(k, n) for k in steps[-1])}
-        early = self.backward[: walks_at(k.kind for k in self.backward).stop]
-        return {n: axes for n, axes in wanted.items() if len(axes) < 2 or any(_takes(k, n) for k in early)}
+        last = _taken(self._steps()[-1], self.saved_late)
+        early = _taken(self.backward[: walks_at(k.kind for k in self.backward).stop], self.saved_late)
+        return {n: axes for n, axes in self.saved_late.items() if n in last and (len(axes) < 2 or n in early)}
 
     def stages(self) -> list[tuple[tuple[KernelText, ...], dict[str, Axes], list[str]]]:
         """The backward kernels, those from the first scan to the last together, each with the rooms for values that it
         is the first to use, without those that last; and all saved values that it is the last to use, unless it is the
         last."""
-        steps, known = self._steps(), [*self.saved, *self.saved_late]
-        uses = [{n for n in known if any(_takes(k, n) for k in step)} for step in steps]
+        steps, lasting = self._steps(), self.lasting()
+        uses = [_taken(step, (*self.saved, *self.saved_late)) for step in steps]
         stages = []
         for i, step in enumerate(steps):
-            earlier, later = {*self.lasting()}.union(*uses[:i]), set().union(*uses[i + 1 :])
+            earlier, later = {*lasting}.union(*uses[:i]), set().union(*uses[i + 1 :])
             made = {n: axes for n, axes in self.saved_late.items() if n in uses[i] - earlier}
             stages.append((step, made, sorted(uses[i] - later) if later else []))
         return stages
@@ -107,9 +106,10 @@ class FormTexts:
         return self.forward + self.backward + parts + tuple(text for _, text in self.transfers)
 
 
-def _takes(kernel: KernelText, saved: str) -> bool:
-    """Whether a kernel loads or stores a saved value."""
-    return any(a.value == f'saved["{saved}"]' for a in kernel.arguments)
+def _taken(kernels: Iterable[KernelText], saved: Iterable[str]) -> set[str]:
+    """Those of some saved values that kernels load or store."""
+    values = {a.value for k in kernels for a in k.arguments}
+    return {n for n in saved if f'saved["{n}"]' in values}
 
 
 def unit_tokens(lowered: Lowered) -> int:

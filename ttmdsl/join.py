@@ -42,17 +42,18 @@ def joined(program: Program, kept: Program) -> Program:
     def single(n: Node) -> bool:
         return n not in stay and len(taken[n]) == 1
 
+    def inside(n: Node) -> bool:
+        """Whether this is a part of a larger sum alone."""
+        return n.op in ("add", "neg") and single(n) and taken[n][0].op in ("add", "neg")
+
     def addends(n: Node, negative: bool = False) -> Iterator[Addend]:
+        negative ^= n.op == "neg"
         for a in n.args:
-            if a.op in ("add", "neg") and single(a):
-                yield from addends(a, negative != (n.op == "neg"))
-            else:
-                yield negative != (n.op == "neg"), a
+            yield from addends(a, negative) if inside(a) else [(negative, a)]
 
     for n in program.nodes:
-        args = tuple(new[a] for a in n.args)
-        new[n] = n if args == n.args else b.remade(n, args)
-        if n.op != "add" or not is_large(n) or (single(n) and taken[n][0].op in ("add", "neg")):
+        new[n] = b.again(n, new)
+        if n.op != "add" or not is_large(n) or inside(n):
             continue
         terms = [*addends(n)]
         sides = [[t for t in terms if (t[1] in chained) is side] for side in (True, False)]
