@@ -62,6 +62,12 @@ def test_of_several_ways_the_one_that_joins_most() -> None:
     assert len(products(o.joined(o.end, *terms))) == 2
 
 
+def test_what_is_joined_may_be_joined_again() -> None:
+    o = Tiles()
+    terms = [o.dot(a, d) for a, d in ((o.a[0], o.d[0]), (o.a[0], o.d[1]), (o.a[1], o.d[0]), (o.a[1], o.d[1]))]
+    assert len(products(o.joined(o.end, *terms))) == 1
+
+
 def test_what_is_taken_elsewhere_stays() -> None:
     o = Tiles()
     first, second = o.dot(o.a[0], o.d[0]), o.dot(o.a[1], o.d[0])

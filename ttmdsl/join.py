@@ -34,6 +34,12 @@ class _Kind:
 
 def joined(program: Program, kept: Program) -> Program:
     """The program with its sums joined; values that the other one has, too, are left alone."""
+    while (found := _once(program, kept)).outputs != program.outputs:  # what is joined may share an operand again
+        program = found
+    return program
+
+
+def _once(program: Program, kept: Program) -> Program:
     b, taken = program.builder, users(program.nodes)
     role: Role = "cocarry" if any(n.role == "cocarry" for n in program.leaves()) else "carry"
     chained, stay = tied(program, role), {*kept.nodes, *program.outputs.values()}
