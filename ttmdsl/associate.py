@@ -6,22 +6,100 @@ knows the first form alone. This takes the one for which fewest products are com
 that have a value for every token and channel; of several such forms one over the dim over which most others sum, so
 that one kernel has what they share.
 
-Input: a backward program. Output: the same gradients. Knows no layer.
+A scan waits for such a sum, too: sum_t k_t (S^T e_t), which takes a product of the state with what follows from one, is
+sum_v (sum_t e_t k_t^T)_v S_v, of a product that the state's next value takes anyway. So one product fewer has to wait
+for another between two units.
+
+Input: a program. Output: the same values. Knows no layer.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ttmdsl.builder import Builder
-from ttmdsl.ir import Node, Program, is_matmul, is_product, reachable
+from ttmdsl.builder import Builder, substitute
+from ttmdsl.ir import (
+    TOKEN_AXES,
+    Node,
+    Program,
+    Role,
+    addends,
+    in_order,
+    is_matmul,
+    is_product,
+    reachable,
+    tied,
+)
 
 
 def associated(program: Program) -> Program:
     """The program with each sum over three tiles in its cheapest form."""
     dims = _Sums(program, "").dims
     return _Sums(program, dims.most_common(1)[0][0]).program if dims else program
+
+
+def shortened(program: Program, role: Role) -> Program:
+    """The program whose carries' ends take sums over tokens by way of products that they take anyway, where these are
+    there before a sum's own product is."""
+    while found := next(_shorter(program, role), None):
+        ends = {f"carry:{name}": substitute(program.builder, end, found) for name, end in program.ends().items()}
+        program = program.with_outputs({**program.outputs, **ends})
+    return program
+
+
+def _shorter(program: Program, role: Role) -> Iterator[dict[Node, Node]]:
+    """Sums that can be changed, each with what it becomes: its terms of which a product is there by way of that, the
+    others as they are."""
+    b, ends = program.builder, program.ends().values()
+    chained, there = tied(program, role, ends), dict[object, tuple[float, Node]]()
+    for n in filter(is_matmul, reachable(ends)):
+        number, parts = _of_product(n.args)
+        there[parts, n.reduced] = number, n
+
+    def other(node: Node, parts: list[Node]) -> tuple[float, Node] | None:
+        """A term of the sum by way of a product that is there."""
+        for i, product in enumerate(parts):
+            if product in chained and is_matmul(product) and {*node.reduced} <= {*product.axes}:
+                state, tokens = sorted(product.args, key=lambda x: {*node.reduced} <= {*x.axes})
+                number, factors = _of_product([tokens, *parts[:i], *parts[i + 1 :]])
+                scale, found = there.get((factors, node.reduced), (1.0, node))
+                if node not in reachable([found]):
+                    return number / scale, b.contract(state, found, product.reduced)
+        return None
+
+    def apart(n: Node) -> bool:
+        return len(n.axes) < 2 or n not in chained
+
+    for node in reachable(ends):
+        if node not in chained or not sums_tiles(node) or node.reduced[0] not in TOKEN_AXES:
+            continue
+        for whole in (is_sum, apart):  # as it is, or multiplied out
+            terms = [*itertools.product(*(addends(a, whole) for a in node.args))]
+            products = [(math.prod(c for c, _ in term), [f for _, fs in term for f in fs]) for term in terms]
+            ways = [other(node, parts) for _, parts in products]
+            if any(ways):
+                total = b.zero(node.axes)
+                for (number, parts), way in zip(products, ways, strict=True):
+                    scale, term = way or (1.0, b.sum(b.product(parts), node.reduced))
+                    total = b.add(total, b.mul(b.const(number * scale), term))
+                yield {node: total}
+                break
+
+
+def is_sum(node: Node) -> bool:
+    return node.op == "add"
+
+
+def _of_product(values: Iterable[Node]) -> tuple[float, tuple[Node, ...]]:
+    """What is multiplied, however it is grouped: a number, and other factors."""
+    number, found = 1.0, list[Node]()
+    for x in values:
+        ((c, fs),) = addends(x, is_sum)
+        number, found = number * c, found + fs
+    return number, in_order(found)
 
 
 class _Sums:

@@ -21,8 +21,8 @@ class Kernel:
     scan: one program for every sequence and head walks over the units and carries `carried` (leaf name to node at the
     unit's end); the carries at each unit's start are stored where `keeps` names them. map: one program for every unit
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
-    What a scan saves or keeps it stores where a backward pass may follow, but what is `across`, for a later kernel of
-    the forward pass, always.
+    What a kernel saves or keeps it stores where a backward pass may follow, but what is `across`, for a later kernel of
+    the forward pass or of the backward one, always.
     `blocked` is a dim that the grid may split, or ""; `inner` one over whose blocks the kernel walks (rounds.py).
     `exact` values pass between kernels in float32; others that have a value for every token in the inputs' dtype.
     `wide` products have twice its digits. `handed` values follow from the carries alone: found before a walk, and by

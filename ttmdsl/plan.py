@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 
 from ttmdsl.affine import affine
 from ttmdsl.ahead import needs_dear, prologue, scaled, shared_products, weighs, weights_alone, worth_saving
-from ttmdsl.associate import associated
+from ttmdsl.associate import associated, shortened
 from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.gather import gathered
 from ttmdsl.ir import (
@@ -123,36 +123,42 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     """The kernels of a chunk form in units of so many tokens. `division`: which gradients share kernels, where a form
     with the same ones has said so."""
     form = Form(joined(form.forward, form.backward), joined(form.backward, form.forward))
+    form = Form(shortened(form.forward, "carry"), form.backward)
     weight = weights(tokens)
     y = {k: v for k, v in form.forward.outputs.items() if not k.startswith("carry:")}
     handed, kept = form.forward.ends(), _states(form.backward.outputs.values())
     scan = Kernel(f"_{name}_forward_scan_kernel", "scan", form.forward, keeps=kept, carried=tuple(handed.items()))
     whole = replace(scan, outputs=tuple(y.items()))
     read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
-    dim = form.forward.inner
-    apart = bool(dim) and cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
+    dim, careful = form.forward.inner, steep(form.forward)
+    if dim:
+        apart = cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
+    else:  # products of twice the digits leave a scan no room for others (measured)
+        apart = careful and tokens == 64
     needed = tuple(dict.fromkeys((*kept, *_states(y.values()))))
     scan = replace(scan, keeps=needed) if apart else whole
-    ends = [*handed.values()] if apart else [*y.values(), *handed.values()]
-    read_later = [*y.values()] if apart else []
+    ends = [*handed.values()] if apart and dim else [*y.values(), *handed.values()]
+    read_later = [*y.values()] if apart and dim else []
 
     chained = tied(form.forward, "carry")
     before = prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
     if before and not (needs_dear(ends, chained, ()) or weighs(before)):
         before = weights_alone(before)
     saved = before.saves if before else ()
-    passed, careful = _passed(_scans(scan, saved, weight)), steep(form.forward)
-    ways: list[tuple[float, list[Kernel], list[Kernel], Division, frozenset[Node]]] = []
+    passed = _passed(_scans(scan, saved, weight))
+    walked = {*reachable(scan.roots)}
+    ways: list[tuple[float, list[Kernel], tuple[Node, ...], list[Kernel], Division, frozenset[Node]]] = []
     # where kernels walk over blocks, what few steps take costs more than they spare (measured)
     chain = form.backward if form.backward.inner else affine(form.backward)
-    for program, doubt in _programs(chain):
+    few = chain is not form.backward
+    for program, doubt in _programs(shortened(chain, "cocarry")):
         divisions = [division, division]
         later = [*program.outputs.values(), *read_later]
         saving = (worth_saving(form.forward, ends, later, (*saved, *passed), chained, least) for least in (1, 2))
         for cuts in dict.fromkeys(saving):
-            scans = _scans(replace(scan, saves=cuts), saved, weight)
+            scans = _scans(replace(scan, saves=tuple(n for n in cuts if n in walked)), saved, weight)
             have = (*saved, *_passed(scans), *cuts)
-            for i, free in enumerate(_before(name, program, have, chain is not form.backward)):
+            for i, free in enumerate(_before(name, program, have, few)):
                 # the second cuts keep the first's division, which takes long to find
                 best = min((price for price, *_ in ways), default=math.inf)
                 most = best - len(cuts)  # what is saved is written once, too
@@ -160,17 +166,19 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
                 if way:
                     price, kernels, divisions[i] = way
                     price += len(cuts) + (_twice(kernels, have) if careful else 0)
-                    ways.append((price, scans, kernels, divisions[i], free.exact if free else frozenset()))
-    _, scans, backward, division, exact = min(ways, key=lambda way: way[0])
+                    ways.append((price, scans, cuts, kernels, divisions[i], free.exact if free else frozenset()))
+    _, scans, cuts, backward, division, exact = min(ways, key=lambda way: way[0])
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
     if apart:
         scans = _always(scans, y.values())
+        read = replace(read, saves=tuple(n for n in cuts if n not in walked))
         scans += staged(read.giving((*saved, *(n for k in scans for n in k.saves))), weight)[1]
+        exact |= frozenset(read.saves if careful else ())
     found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), parts, division)
     found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if careful else found
-    found = _with_gates_ahead(found, tokens)
+    found = _stored_always(_with_gates_ahead(found, tokens))
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
 
@@ -203,6 +211,17 @@ def _always(scans: Iterable[Kernel], read: Iterable[Node]) -> list[Kernel]:
     """The same, that leave always what a later kernel of the forward pass takes."""
     needed = set(reachable(read, {n for k in scans for n in k.saves}))
     return [replace(k, across=k.across | (needed & {*k.saves, *k.leaves()})) for k in scans]
+
+
+def _stored_always(p: Plan) -> Plan:
+    """The same whose maps store always what they save, but for what the backward pass alone takes of the forward one's."""
+    later: set[Node] = set()
+    forward: list[Kernel] = []
+    for k in reversed(p.forward):
+        forward.insert(0, replace(k, across=k.across | later.intersection(k.saves)) if k.kind == "map" else k)
+        later |= {*k.given}
+    backward = [replace(k, across=frozenset(k.saves)) if k.kind == "map" else k for k in p.backward]
+    return replace(p, forward=tuple(forward), backward=tuple(backward))
 
 
 def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> list[Kernel | None]:

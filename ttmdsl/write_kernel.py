@@ -227,13 +227,13 @@ class KernelWriter:
         return lines, {self.printer.text[n]: end for n, end in ends.items()}
 
     def stores(self, kernel: Kernel) -> dict[Node, Callable[[], list[str]]]:
-        """For every output and saved value of a kernel, what makes the lines that store it: of a scan, where a backward
-        pass may follow or a later scan takes it."""
+        """For every output and saved value of a kernel, what makes the lines that store it: where a backward pass may
+        follow, or a later kernel of the forward one takes it."""
         actions: dict[Node, list[Callable[[], list[str]]]] = {}
 
         def save(node: Node) -> list[str]:
             line = store_saved(self.saved(node, kernel), node.axes, self.printer.text[node])
-            return [line] if kernel.kind == "map" else _stored(line, node, kernel)
+            return _stored(line, node, kernel)
 
         for name, value in kernel.outputs:
             actions.setdefault(value, []).append(functools.partial(self.store_output, name, value, "u * H + h"))
@@ -320,7 +320,7 @@ def all_lines(actions: Iterable[Callable[[], list[str]]]) -> list[str]:
 
 
 def _stored(line: str, node: Node, kernel: Kernel) -> list[str]:
-    """What stores a value of a scan for later kernels: some of it where a backward pass may follow."""
+    """What stores a value for later kernels: some of it where a backward pass may follow."""
     return [line] if node in kernel.across else ["if KEEP:", f"    {line}"]
 
 
