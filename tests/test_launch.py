@@ -311,6 +311,26 @@ def maps_of_tokens_alone_keep_four_warps_in_heads_of_128() -> None:
     assert {way for way, _ in maps.values()} == {"map", "map of tokens"}
 
 
+def walks_of_whole_states_take_eight_warps_in_heads_of_128() -> None:
+    """Where a grid splits no dim, a state of 128 x 128 is in every program."""
+    module = ttmdsl.load("ttt_norm")
+    scans = {kernel: k for kernel, k in module._KERNELS.items() if k[0] == "scan" and kernel.startswith("_chunk_")}
+    assert scans
+    for kernel, (_, alive, dims, blocked, _) in scans.items():
+        assert not blocked
+        for size in (64, 128):
+            tiles = {f"{letter}_{d}": size for d in dims for letter in "NP"}
+            held = alive * (size / 64) ** 2
+            assert module._options(kernel, tiles, 64, 128)["num_warps"] == (8 if held > module._ROOM["scan"] else 4)
+        assert alive <= module._ROOM["scan"] < 4 * alive
+    split = ttmdsl.load("gated_delta_net")
+    way, alive, dims, blocked, _ = split._KERNELS["_chunk_forward_scan_kernel"]
+    tiles = {f"{letter}_{d}": 64 if (letter, d) == ("P", blocked) else 128 for d in dims for letter in "NP"}
+    assert blocked
+    assert 2 * alive <= split._ROOM[way]
+    assert split._options("_chunk_forward_scan_kernel", tiles, 64, 128)["num_warps"] == 4
+
+
 def reverse_scans_of_short_units_take_four_warps_and_scans_three_stages() -> None:
     module = ttmdsl.load("omega_linear", b=64)
     scans = {kernel: (way, alive) for kernel, (way, alive, *_) in module._KERNELS.items() if "_scan_" in kernel}
@@ -379,6 +399,7 @@ class FirstOf(torch.nn.Module):
         states_are_copied_ahead_beside_few_tiles_alone,
         scans_copy_all_ahead_but_where_less_was_measured_faster,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
+        walks_of_whole_states_take_eight_warps_in_heads_of_128,
         reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,
         tangents_are_not_dropped,
         kernels_stand_between_compiled_graphs,

@@ -336,6 +336,23 @@ def test_products_are_wide_where_a_state_is_divided_by_its_length(
         assert not careful or kernel.exact.issuperset((*kernel.saves, *kernel.given))
 
 
+def test_y_is_read_later_where_products_are_wide_and_units_long() -> None:
+    """What the backward pass alone takes is stored where one may follow: of a kernel for all units at once, too."""
+    form = forms("lattice_dec", {"b": 4, "project": 0})["chunk"]
+    assert plan("chunk", form, 16).forward[-1].kind == "scan"
+    found = plan("chunk", form, 64)
+    scan, read = found.forward
+    assert (scan.kind, read.kind) == ("scan", "map")
+    assert not scan.outputs
+    assert {n.name for n in scan.across if n.op == "leaf"} == {"S"} <= {*scan.keeps}
+    assert {*read.given} == {*scan.saves} == {n for n in scan.across if n.op != "leaf"}
+    taken = {n for k in found.backward for n in k.given}
+    assert read.saves
+    assert taken.issuperset(read.saves)
+    assert not read.across
+    assert all(k.across == frozenset(k.saves) for k in found.backward if k.kind == "map")
+
+
 def test_a_vector_is_saved_for_a_scan_that_would_multiply_for_it_alone() -> None:
     """What a backward scan takes of the inputs and the state's direction alone comes from the kernel before it."""
     backward = plan("chunk", forms("lattice_sim", {"b": 4, "project": 0})["chunk"]).backward

@@ -56,17 +56,17 @@ def _shorter(program: Program, role: Role) -> Iterator[dict[Node, Node]]:
     b, ends = program.builder, program.ends().values()
     chained, there = tied(program, role, ends), dict[object, tuple[float, Node]]()
     for n in filter(is_matmul, reachable(ends)):
-        number, parts = _of_product(n.args)
-        there[parts, n.reduced] = number, n
+        number, multiplied = _of_product(n.args)
+        there[multiplied, n.reduced] = number, n
 
     def other(node: Node, parts: list[Node]) -> tuple[float, Node] | None:
         """A term of the sum by way of a product that is there."""
         for i, product in enumerate(parts):
             if product in chained and is_matmul(product) and {*node.reduced} <= {*product.axes}:
                 state, tokens = sorted(product.args, key=lambda x: {*node.reduced} <= {*x.axes})
-                number, factors = _of_product([tokens, *parts[:i], *parts[i + 1 :]])
-                scale, found = there.get((factors, node.reduced), (1.0, node))
-                if node not in reachable([found]):
+                number, multiplied = _of_product([tokens, *parts[:i], *parts[i + 1 :]])
+                if (multiplied, node.reduced) in there:
+                    scale, found = there[multiplied, node.reduced]
                     return number / scale, b.contract(state, found, product.reduced)
         return None
 
@@ -76,7 +76,7 @@ def _shorter(program: Program, role: Role) -> Iterator[dict[Node, Node]]:
     for node in reachable(ends):
         if node not in chained or not sums_tiles(node) or node.reduced[0] not in TOKEN_AXES:
             continue
-        for whole in (is_sum, apart):  # as it is, or multiplied out
+        for whole in (_is_sum, apart):  # as it is, or multiplied out
             terms = [*itertools.product(*(addends(a, whole) for a in node.args))]
             products = [(math.prod(c for c, _ in term), [f for _, fs in term for f in fs]) for term in terms]
             ways = [other(node, parts) for _, parts in products]
@@ -89,7 +89,8 @@ def _shorter(program: Program, role: Role) -> Iterator[dict[Node, Node]]:
                 break
 
 
-def is_sum(node: Node) -> bool:
+def _is_sum(node: Node) -> bool:
+    """Whether a value adds up others."""
     return node.op == "add"
 
 
@@ -97,7 +98,7 @@ def _of_product(values: Iterable[Node]) -> tuple[float, tuple[Node, ...]]:
     """What is multiplied, however it is grouped: a number, and other factors."""
     number, found = 1.0, list[Node]()
     for x in values:
-        ((c, fs),) = addends(x, is_sum)
+        ((c, fs),) = addends(x, _is_sum)
         number, found = number * c, found + fs
     return number, in_order(found)
 

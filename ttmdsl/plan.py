@@ -9,15 +9,17 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
 - Backward is split by dependence: a scan for the cotangents of the carries alone, in few steps where that spares many
   (affine.py), then kernels that run for all chunks at once and share the gradients of the inputs among them.
 - Products that are added up and share an operand are one; so is what a scan's sum takes that is free (join.py).
-- Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less (associate.py);
-  those of one kernel that share a tile are one, where they go the same ways (gather.py).
+- Sums over three tiles go by a product that the inputs' gradients take anyway, where that costs less, or that a scan
+  takes before their own (associate.py); those of one kernel that share a tile are one, where they go the same ways
+  (gather.py).
 - Where a scan has no room for all that it walks with, and carries do not depend on one another, it is several, one
   after the other, if these cost less, or if grids can split these alone: what a later one takes of an earlier one
   passes through memory (chains.py).
 - Where the carries are linear, and too few sequences would fill a GPU, each is walked in parts, side by side: first for
   the states at the parts' starts (`Parts`), then as above.
 - Kernels walk over the blocks of a dim that memories alone have (rounds.py). Their states pass through memory from unit
-  to unit, so what is read of them may be computed for all units at once, after the scan, where that costs less.
+  to unit, so what is read of them may be computed for all units at once, after the scan, where that costs less; so it
+  is where a carry's products have twice the digits, and leave a scan no room.
 - Maps walk likewise over the blocks of a head's dim, where heads of 128 find room so: whether a launch takes such
   blocks, or the whole dim as one, is said by what was measured.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).
@@ -131,10 +133,7 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     whole = replace(scan, outputs=tuple(y.items()))
     read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
     dim, careful = form.forward.inner, steep(form.forward)
-    if dim:
-        apart = cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
-    else:  # products of twice the digits leave a scan no room for others (measured)
-        apart = careful and tokens == 64
+    apart = _reads_later(whole, scan, read, tokens)
     needed = tuple(dict.fromkeys((*kept, *_states(y.values()))))
     scan = replace(scan, keeps=needed) if apart else whole
     ends = [*handed.values()] if apart and dim else [*y.values(), *handed.values()]
@@ -171,14 +170,14 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
     if apart:
-        scans = _always(scans, y.values())
         read = replace(read, saves=tuple(n for n in cuts if n not in walked))
-        scans += staged(read.giving((*saved, *(n for k in scans for n in k.saves))), weight)[1]
-        exact |= frozenset(read.saves if careful else ())
+        read = read.giving((*saved, *(n for k in scans for n in k.saves)))
+        scans += staged(read, weight)[1] if dim else [read]
+        exact |= frozenset(read.saves)
     found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), parts, division)
     found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if careful else found
-    found = _stored_always(_with_gates_ahead(found, tokens))
+    found = _always(_with_gates_ahead(found, tokens))
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
 
@@ -195,6 +194,15 @@ def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:
     return [replace(k, program=program) for k in found]
 
 
+def _reads_later(whole: Kernel, scan: Kernel, read: Kernel, tokens: int) -> bool:
+    """Whether y is read of states by a kernel of its own, for all units at once, and not by the `whole` scan."""
+    weight = weights(tokens)
+    if read.program.inner:
+        return cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
+    # products of twice the digits leave a scan no room for others (measured)
+    return tokens == 64 and steep(read.program) and len(staged(read, weight)[1]) == 1
+
+
 def _programs(backward: Program) -> list[tuple[Program, float]]:
     """The backward program, and the same with sums by other ways, where these are shorter; beside each how much more
     its maps may cost than they seem to."""
@@ -207,19 +215,15 @@ def _states(roots: Iterable[Node]) -> tuple[str, ...]:
     return tuple(n.name for n in reachable(roots) if n.role == "carry")
 
 
-def _always(scans: Iterable[Kernel], read: Iterable[Node]) -> list[Kernel]:
-    """The same, that leave always what a later kernel of the forward pass takes."""
-    needed = set(reachable(read, {n for k in scans for n in k.saves}))
-    return [replace(k, across=k.across | (needed & {*k.saves, *k.leaves()})) for k in scans]
-
-
-def _stored_always(p: Plan) -> Plan:
-    """The same whose maps store always what they save, but for what the backward pass alone takes of the forward one's."""
+def _always(p: Plan) -> Plan:
+    """The same which stores, whether or not a backward pass may follow, what later kernels of the forward one take; and
+    of the backward one all that its maps save."""
     later: set[Node] = set()
     forward: list[Kernel] = []
     for k in reversed(p.forward):
-        forward.insert(0, replace(k, across=k.across | later.intersection(k.saves)) if k.kind == "map" else k)
-        later |= {*k.given}
+        states = [n for n in k.leaves() if n.role == "carry"]
+        forward.insert(0, replace(k, across=k.across | later.intersection((*k.saves, *states))))
+        later.update(k.given, states)
     backward = [replace(k, across=frozenset(k.saves)) if k.kind == "map" else k for k in p.backward]
     return replace(p, forward=tuple(forward), backward=tuple(backward))
 
