@@ -65,6 +65,17 @@ def test_units_of_no_tokens(layer: str, interpreter: ProcessPoolExecutor) -> Non
     assert interpreter.submit(misses, layer, {"b": 40}, "float32", shapes).result() == []
 
 
+@pytest.mark.parametrize("layer", ["lattice_dec", "lattice_enc", "lattice_sim"])
+def test_y_read_of_the_states_after_the_scan(layer: str, interpreter: ProcessPoolExecutor) -> None:
+    """Where products on which a carry depends have twice the digits, for units of 64 tokens: three of them, the second
+    one cut; and with no state that is given or asked for."""
+    shapes: tuple[dict[str, Any], ...] = (
+        {"label": "T=150, cut at 70", "tokens": 150, "dims": (12, 20), "cuts": (70,)},
+        {"label": "T=67, y alone", "tokens": 67, "dims": (60,), "state": False, "final": False},
+    )
+    assert interpreter.submit(misses, layer, {"b": 64, "project": 0}, "float32", shapes).result() == []
+
+
 @pytest.mark.parametrize("layer", ttmdsl.layers())
 def test_bfloat16_as_a_gpu_computes_it(layer: str, interpreter: ProcessPoolExecutor) -> None:
     by_token = "chunk" not in getattr(ttmdsl.load(layer), "_FORMS", ("chunk",))  # one over feature maps has none
