@@ -513,9 +513,11 @@ def _signature(kernel: Kernel, way: str, rounded: Container[Node]) -> str:
 
 
 def _doc(kernel: Kernel) -> str:
-    if kernel.saves and kernel.kind == "map":
+    names = [k for k, _ in kernel.outputs]
+    if not names and kernel.kind == "map":
         return f"What is free of the carry: {', '.join(n.op for n in kernel.saves)}; every unit at once."
-    what = [k for k, _ in kernel.outputs] + [f"the carry {k}" for k, _ in kernel.carried]
+    what = names + [f"the carry {k}" for k, _ in kernel.carried]
     how = "unit after unit" if kernel.kind == "scan" else "every unit at once"
     way = ", last unit first" if kernel.reverse else ""
-    return f"{'Gradients of ' if kernel.kind == 'map' else ''}{', '.join(what)}: {how}{way}."
+    gradients = any(f"d:{k}" in kernel.program.outputs for k in names)
+    return f"{'Gradients of ' if gradients else ''}{', '.join(what)}: {how}{way}."
