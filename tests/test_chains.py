@@ -19,7 +19,7 @@ from ttmdsl.ir import TOKEN_AXES, Node, Program, is_product, reachable
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.parity import parity
-from ttmdsl.plan import Plan, plan, walking
+from ttmdsl.plan import Plan, plan, steep, walking
 from ttmdsl.schedule import FULL
 from ttmdsl.staging import ROOM, alive
 
@@ -86,7 +86,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def planned(name: str, consts: dict[str, float], kind: str = "chunk") -> tuple[Form, Plan]:
     form = forms(name, consts)[kind]
-    return form, plan(kind, form)
+    # in units of 16 tokens, where y is not read after the scan of carries that are divided by their lengths
+    return form, plan(kind, form, 16 if steep(form.forward) else 64)
 
 
 def scans(kernels: tuple[Kernel, ...]) -> list[Kernel]:
@@ -162,6 +163,8 @@ def test_what_passes_is_small_and_as_precise_as_it_is_taken(
     for kernels in (found.forward, found.backward):
         walk = walking(kernels)
         for i, kernel in enumerate(walk):
+            if kernel.kind == "map":
+                continue
             assert {n.name for n in kernel.walked()} <= {name for name, _ in kernel.carried} | {"K_point", "V_point"}
             assert kernel.across <= set(kernel.saves)
             assert all(n.axes[0] in TOKEN_AXES for n in kernel.across if len(n.axes) > 1)
@@ -250,7 +253,10 @@ SHAPES = (
     Shape("packed", dims=(20, 6, 17), lengths=(66, 0, 5)),
     Shape("no state", tokens=70, dims=(5,), state=False, final=False),
 )
-LAYERS = [("trellis", {}), ("trellis", {"b": 64}), ("gsa", {}), ("slots", {}), ("taught", {"b": 16})]
+LAYERS = [
+    *[("trellis", {}), ("trellis", {"b": 64}), ("gsa", {}), ("slots", {})],
+    *[("taught", {"b": 16}), ("taught", {"b": 64})],  # whose y is read in the scan, and after it
+]
 of_layers = pytest.mark.parametrize(("name", "consts"), LAYERS)
 
 
