@@ -429,6 +429,12 @@ def test_a_configuration_that_found_no_room_is_said_to() -> None:
     assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel",))
     asked["_a_kernel"] = {"num_warps": 8, "num_stages": 2, "block": 64}
     assert lab.refused(module, Trial(CASE, asked)) == Verdict()
+    fewer = {"_a_kernel": asked["_a_kernel"] | {"copied": 0}}
+    launches["_a_kernel", 1, 90, True, True] = {"P_d": 64, "STAGES": None}, {"num_warps": 8, "num_stages": 2}
+    assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel",))
+    assert lab.refused(module, Trial(CASE, fewer)) == Verdict()  # some tensors are to be copied ahead, not all
+    launches["_a_kernel", 1, 90, True, True] = {"P_d": 64, "STAGES": 2}, {"num_warps": 8, "num_stages": 2}
+    assert lab.refused(module, Trial(CASE, asked)) == Verdict()
     launches["_a_kernel", 1, 90, False, True] = {"P_d": 64}, {"num_warps": 4, "num_stages": 1}
     asked[without_gradients("_a_kernel")] = {"num_warps": 4, "num_stages": 2}
     assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel without gradients",))

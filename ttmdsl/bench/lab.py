@@ -206,11 +206,11 @@ def check(trial: Trial, kept: Path | None = None) -> Verdict:
 
 def refused(module: Any, trial: Trial) -> Verdict:
     """Which of the configurations that the trial asks for found no room, so that others were launched."""
-    fitted = {alone if alone in trial.forced else name: options for name, alone, _, options in _fitted(module)}
+    fitted = {alone if alone in trial.forced else name: _config(*how) for name, alone, *how in _fitted(module)}
     lacking = tuple(
         name
         for name, config in trial.forced.items()
-        if any(fitted.get(name, config).get(key, value) != value for key, value in config.items())
+        if any(fitted.get(name, config).get(key, value) != value for key, value in {"copied": 1, **config}.items())
     )
     return Verdict("no room on the device", lacking) if lacking else Verdict()
 
@@ -219,6 +219,14 @@ def _fitted(module: Any) -> Iterator[tuple[str, str, dict[str, Any], dict[str, A
     """Of each launch the kernel's name, that of what it was launched as, and the tiles and options that found room."""
     for (name, _, _, keep, *_), (tiles, options) in getattr(module, "_fitting", {}).items():
         yield name, name if keep else without_gradients(name), tiles, options
+
+
+def _config(tiles: dict[str, Any], options: dict[str, Any]) -> dict[str, int]:
+    """What a launch may be told of itself. A thread may have all registers that there are by the rules, as by a
+    configuration that says nothing; and all tensors are copied ahead, where these find room."""
+    config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
+    fewer = config.get("num_stages", 1) > 1 and tiles.get("STAGES", 0) is None
+    return config | ({"copied": 0} if fewer else {})
 
 
 def times(trial: Trial) -> Times:
@@ -255,8 +263,7 @@ def facts(trial: Trial) -> Facts:
                 kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k), in_step(k)))
                 chosen = fitted.get(name) or next(module.kernel_launches(kernel, sizes, case.torch_dtype, gpu))
                 constants, options = chosen
-                # the rules let a thread have all registers that there are, as does a configuration that says nothing
-                config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
+                config = _config(constants, options)
                 if kernel in module.KERNEL_BLOCKS:
                     config["block"] = int(constants[module.KERNEL_BLOCKS[kernel]])
                 kernels[name] = entry(name, signature, config)
