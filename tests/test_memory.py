@@ -1,4 +1,5 @@
-"""What a backward pass holds in memory at most, beside its inputs: as much as fla's does."""
+"""What passes hold in memory at most, beside their inputs: a backward pass as much as fla's does, a forward pass alone
+nothing for a backward one."""
 
 from __future__ import annotations
 
@@ -80,3 +81,35 @@ def peak(name: str) -> int:
 @pytest.mark.parametrize("name", FLA)
 def test_a_backward_pass_holds_no_more_than_flas(name: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(peak, name).result() * SHARE / 2**20 <= FLA[name]
+
+
+def rooms(name: str) -> tuple[dict[str, bool], dict[str, bool]]:
+    """For each value that forward kernels pass on whether it has room: where a backward pass may follow, and where not.
+    No kernel runs."""
+    module = ttmdsl.load(name)
+    x, (forward, backward) = tensors(module, CASE), module._LAUNCH["chunk"]
+    found: list[dict[str, bool]] = []
+
+    def launch(*arguments: Any) -> Any:
+        saved = arguments[6]
+        found.append({key: t is not None for key, t in saved.items()})
+        return forward(*arguments)
+
+    with (
+        mock.patch.dict(module._LAUNCH, chunk=(launch, backward)),
+        mock.patch.object(module._Schedule, "start", nothing),
+    ):
+        module.op(**x, backend="triton")
+        with torch.no_grad():
+            module.op(**x, backend="triton")
+    recorded, alone = found
+    return recorded, alone
+
+
+@pytest.mark.parametrize("name", ["abc", "delta_net", "gated_delta_net", "rwkv7", "trellis"])
+def test_a_forward_pass_alone_holds_what_it_takes_itself(name: str, interpreter: ProcessPoolExecutor) -> None:
+    recorded, alone = interpreter.submit(rooms, name).result()
+    assert recorded.keys() == alone.keys()
+    assert all(recorded.values())
+    assert not all(alone.values())
+    assert any(alone.values()) == (name != "abc")  # whose one scan takes nothing of a kernel before it

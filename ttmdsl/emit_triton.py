@@ -44,7 +44,8 @@ class FormTexts:
     """The kernels of one form as text, and which states they keep at every unit's start, as "input" (in the inputs'
     dtype) or "float32".
 
-    `saved` and `saved_late` name the values saved by forward and by backward kernels, with the axes of their tiles.
+    `saved` and `saved_late` name the values saved by forward and by backward kernels, with the axes of their tiles;
+    `across` those that later forward kernels take, and so are stored where no backward pass may follow, too.
     """
 
     name: str
@@ -54,6 +55,7 @@ class FormTexts:
     d_kept: dict[str, str]
     saved: dict[str, Axes] = field(default_factory=dict)
     saved_late: dict[str, Axes] = field(default_factory=dict)
+    across: tuple[str, ...] = ()
     carry: KernelText | None = None
     transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
@@ -181,6 +183,7 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTe
         kept(p.backward, "cocarry"),
         {saved_name(b, n, k.exact): n.axes for k in p.forward for n in k.saves},
         {saved_name(b, n, k.exact): n.axes for k in p.backward for n in k.saves},
+        tuple(saved_name(b, n, k.exact) for k in p.forward for n in k.saves if n in k.across),
         write(p.parts.carry) if p.parts else None,
         tuple((t, write(kernel)) for t, kernel in p.parts.transfers) if p.parts else (),
     )

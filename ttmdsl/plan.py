@@ -218,7 +218,7 @@ def _states(roots: Iterable[Node]) -> tuple[str, ...]:
 def _always(p: Plan) -> Plan:
     """The same which stores, whether or not a backward pass may follow, what later kernels of the forward one take; and
     of the backward one all that its maps save."""
-    later: set[Node] = set()
+    later = {n for k in (p.parts.kernels() if p.parts else ()) for n in k.given}
     forward: list[Kernel] = []
     for k in reversed(p.forward):
         states = [n for n in k.leaves() if n.role == "carry"]

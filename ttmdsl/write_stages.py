@@ -28,7 +28,8 @@ SLOTS = Rows("lane * SEGMENT", "t_")  # where a unit's tokens are in arrays of w
 @dataclass(frozen=True)
 class StageTexts:
     """The kernels in the order in which they run, once for every unit. `kept`: the states at the units' starts, as in
-    `FormTexts`, and `saved`, of which there is nothing; `states`: those that are found again before each token."""
+    `FormTexts`, and `saved` and `across`, of which there is nothing; `states`: those that are found again before each
+    token."""
 
     forward: tuple[KernelText, ...]
     backward: tuple[KernelText, ...]
@@ -36,6 +37,7 @@ class StageTexts:
     states: list[str]
     name: str = "staged"
     saved: Mapping[str, Axes] = field(default_factory=dict)
+    across: tuple[str, ...] = ()
 
     def kernels(self) -> tuple[KernelText, ...]:
         return self.forward + self.backward
