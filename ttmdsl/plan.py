@@ -58,7 +58,7 @@ from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import BLOCK, FULL, WIDE, Weight, weights
+from ttmdsl.schedule import BLOCK, FULL, ROWS, WIDE, Weight, weights
 from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SCAN, WALKING, alive, cost, spilled, spilled_at_128, staged, work
 from ttmdsl.transfer import Transfer, transfers
 from ttmdsl.vectors import gates, leaving, taking
@@ -200,7 +200,7 @@ def _reads_later(whole: Kernel, scan: Kernel, read: Kernel, tokens: int) -> bool
     if read.program.inner:
         return cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
     # products of twice the digits leave a scan no room for others (measured)
-    return tokens == 64 and steep(read.program) and len(staged(read, weight)[1]) == 1
+    return tokens >= ROWS and steep(read.program) and len(staged(read, weight)[1]) == 1
 
 
 def _programs(backward: Program) -> list[tuple[Program, float]]:
