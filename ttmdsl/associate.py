@@ -44,15 +44,15 @@ def associated(program: Program) -> Program:
 def shortened(program: Program, role: Role) -> Program:
     """The program whose carries' ends take sums over tokens by way of products that they take anyway, where these are
     there before a sum's own product is."""
-    while found := next(_shorter(program, role), None):
+    while found := _shorter(program, role):
         ends = {f"carry:{name}": substitute(program.builder, end, found) for name, end in program.ends().items()}
         program = program.with_outputs({**program.outputs, **ends})
     return program
 
 
-def _shorter(program: Program, role: Role) -> Iterator[dict[Node, Node]]:
-    """Sums that can be changed, each with what it becomes: its terms of which a product is there by way of that, the
-    others as they are."""
+def _shorter(program: Program, role: Role) -> dict[Node, Node]:
+    """The first sum that can be changed, if there is one, and what it becomes: its terms of which a product is there by
+    way of that, the others as they are."""
     b, ends = program.builder, program.ends().values()
     chained, there = tied(program, role, ends), dict[object, tuple[float, Node]]()
     for n in filter(is_matmul, reachable(ends)):
@@ -85,8 +85,8 @@ def _shorter(program: Program, role: Role) -> Iterator[dict[Node, Node]]:
                 for (number, parts), way in zip(products, ways, strict=True):
                     scale, term = way or (1.0, b.sum(b.product(parts), node.reduced))
                     total = b.add(total, b.mul(b.const(number * scale), term))
-                yield {node: total}
-                break
+                return {node: total}
+    return {}
 
 
 def _is_sum(node: Node) -> bool:

@@ -133,11 +133,12 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     whole = replace(scan, outputs=tuple(y.items()))
     read = Kernel(f"_{name}_forward_read_kernel", "map", form.forward, outputs=whole.outputs)
     dim, careful = form.forward.inner, steep(form.forward)
-    apart = _reads_later(whole, scan, read, tokens)
+    apart = _reads_later(whole, scan, read, careful, tokens)
     needed = tuple(dict.fromkeys((*kept, *_states(y.values()))))
     scan = replace(scan, keeps=needed) if apart else whole
-    ends = [*handed.values()] if apart and dim else [*y.values(), *handed.values()]
-    read_later = [*y.values()] if apart and dim else []
+    ends, read_later = [*handed.values()], [*y.values()]
+    if not (apart and dim):  # what reads in rounds saves nothing for the backward pass
+        ends, read_later = [*read_later, *ends], []
 
     chained = tied(form.forward, "carry")
     before = prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
@@ -194,13 +195,13 @@ def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:
     return [replace(k, program=program) for k in found]
 
 
-def _reads_later(whole: Kernel, scan: Kernel, read: Kernel, tokens: int) -> bool:
+def _reads_later(whole: Kernel, scan: Kernel, read: Kernel, careful: bool, tokens: int) -> bool:
     """Whether y is read of states by a kernel of its own, for all units at once, and not by the `whole` scan."""
     weight = weights(tokens)
     if read.program.inner:
         return cost(whole, FULL) - cost(scan, FULL) > APART * 64 / tokens * staged(read, weight)[0]
     # products of twice the digits leave a scan no room for others (measured)
-    return tokens >= ROWS and steep(read.program) and len(staged(read, weight)[1]) == 1
+    return careful and tokens >= ROWS and len(staged(read, weight)[1]) == 1
 
 
 def _programs(backward: Program) -> list[tuple[Program, float]]:
