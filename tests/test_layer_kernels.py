@@ -40,8 +40,8 @@ def any_module() -> ModuleType:
     return ttmdsl.load("linear_attention")
 
 
-def shaped(case: dict[str, Any]) -> dict[str, float]:
-    """Errors of a projection's kernels."""
+def shaped(case: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors of a projection by kernels, and by torch's operations in the same dtype."""
     from ttmdsl.interpreted import rounded
 
     module, dtype, taps = any_module(), case["dtype"], case["taps"]
@@ -50,16 +50,17 @@ def shaped(case: dict[str, Any]) -> dict[str, float]:
     packed = torch.tensor([0, *accumulate(lengths)]) if case["packed"] else None
     lead = (1, sum(lengths)) if case["packed"] else (len(lengths), max(lengths))
     shapes = {"x": (*lead, channels), **({"weight": (taps, channels)} if taps else {})}
-    ours, exact = drawn(dtype, **shapes)
+    given, exact = drawn(dtype, **shapes)
     past = torch.randn(len(lengths), taps - 1, channels).to(dtype) if case["past"] and taps else None
     found = []
-    for kernels, x in ((True, ours), (False, exact)):
+    for kernels, x in ((True, given), (False, given), (False, exact)):
         around = module._around(x["x"].device, *lead) if kernels else None
         how = module._How(around, case["activation"], case["size"] if case["unit"] else 0, x["x"].dtype)
         with rounded():
             y = module._shaped(x["x"], how, x.get("weight"), past if past is None else past.to(x["x"].dtype), packed)
             found.append(gradients(y, x))
-    return errors(*found)
+    ours, torchs, right = found
+    return errors(ours, right), errors(torchs, right)
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,8 +84,10 @@ def test_a_projection(case: dict[str, Any], interpreter: ProcessPoolExecutor) ->
     case["unit"] &= case["size"] > 2 and case["activation"] in ("", "silu")
     # of three numbers the error is that of one rounding, enlarged where taps cancel; the bound is for a mean
     assume(case["dtype"] == torch.float32 or sum(case["lengths"]) * case["vectors"] * case["size"] >= 16)
-    found = interpreter.submit(shaped, case).result()
-    assert max(found.values()) < BOUND[case["dtype"]], found
+    found, torchs = interpreter.submit(shaped, case).result()
+    # unit length of a short vector enlarges what float32 rounds away, whoever computes it: by as much as torch shows
+    lost = torchs if case["dtype"] == torch.float32 else dict.fromkeys(found, 0.0)
+    assert all(error < max(BOUND[case["dtype"]], 1.5 * lost[name]) for name, error in found.items()), (found, torchs)
 
 
 def test_a_sequence_of_no_tokens_keeps_its_past() -> None:
