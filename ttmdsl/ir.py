@@ -271,11 +271,12 @@ def reachable(
             found.append(done)
         elif node not in begun:
             begun.add(node)
-            if node in given:
-                found.append(node)
-            else:
+            below = () if node in given else operands(node)
+            if below:
                 stack += (node, None)
-                stack += [a for a in operands(node)[::-1] if a not in begun]
+                stack += [a for a in below[::-1] if a not in begun]
+            else:
+                found.append(node)
     return found
 
 
