@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, has_dim, is_large, is_matmul, reachable
+from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, enlarged, has_dim, is_large, is_matmul, reachable
 from ttmdsl.network import NEVER, UNIT, Network
 from ttmdsl.schedule import Weight
 
@@ -22,7 +22,7 @@ _AHEAD, _STATE = 8 * UNIT, 1 << 40
 @dataclass(frozen=True)
 class Walk:
     """One walk over the units: with `carried`, computing `wanted` beside them; it takes `given` from earlier walks,
-    `across` is what later ones take of it. Of the values that pass so `exact` are those that not products alone take.
+    `across` is what later ones take of it. Of the values that pass so `exact` are those whose rounding is enlarged.
     """
 
     carried: tuple[str, ...]
@@ -83,8 +83,8 @@ def walks(
 def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: Weight) -> dict[Node, bool]:
     """The values that cost least to pass on, of those `foreign`, which follow from carries of earlier walks alone, so
     that the roots can be computed without these carries; of several such sets that next to the roots. Each with whether
-    it passes in float32: not where products alone take it, which round it anyway. Where nothing else can pass, a carry
-    is among them.
+    it passes in float32: where its rounding is enlarged, or products of weights of tokens take it. Where nothing else
+    can pass, a carry is among them.
 
     It is the minimum cut of a network: anything may flow from a value to what is made of it, but through a value only
     what it costs to pass it on.
@@ -93,6 +93,7 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
     carries = [n for n in inside if n.op == "leaf" and n in foreign]
     tainted = depends_on(roots, carries)
     dear = depends_on(roots, (n for n in tainted if n.op in DEAR))
+    exact = enlarged(inside)
     network = Network()
     for n in inside:
         if n not in tainted:
@@ -102,7 +103,7 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
                 network.join((x, _FULL), (n, _FULL))
                 network.join((x, _SHORT), (n, _SHORT))
             else:
-                network.join((x, _SHORT if _rounds(n) else _FULL), (n, _MADE))
+                network.join((x, _SHORT if _rounds(n) or not (x in exact or is_matmul(n)) else _FULL), (n, _MADE))
         if n.op != "rename":
             price = max(1, int(weight(n) * UNIT)) + _AHEAD * (n in dear)
             moved = n in foreign and not is_large(n) and n.op not in ("leaf", "expand")
@@ -114,8 +115,8 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
         network.join((n, _FULL), network.SINK)
     near = network.cut()
     values = [n for n in inside if n in tainted and n.op != "rename"]
-    exact = {n: True for n in values if (n, _FULL) in near and (n, _MADE) not in near}
-    return exact | {n: False for n in values if (n, _SHORT) in near and (n, _FULL) not in near}
+    full = {n: True for n in values if (n, _FULL) in near and (n, _MADE) not in near}
+    return full | {n: False for n in values if (n, _SHORT) in near and (n, _FULL) not in near}
 
 
 # how far a value has come: as it is made, as it passes in float32 and in half precision

@@ -42,7 +42,6 @@ from ttmdsl.chains import Walk, chains, walks
 from ttmdsl.gather import gathered
 from ttmdsl.ir import (
     DEAR,
-    TOKEN_AXES,
     Node,
     Program,
     depends_on,
@@ -59,7 +58,22 @@ from ttmdsl.lower import Form
 from ttmdsl.padding import singular
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import BLOCK, FULL, ROWS, WIDE, Weight, weights
-from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SCAN, WALKING, alive, cost, spilled, spilled_at_128, staged, work
+from ttmdsl.staging import (
+    AGAIN,
+    APART,
+    DOUBT,
+    ROOM,
+    SCAN,
+    WALKING,
+    alive,
+    cost,
+    spilled,
+    spilled_at_128,
+    staged,
+    steep,
+    taken_exactly,
+    work,
+)
 from ttmdsl.transfer import Transfer, transfers
 from ttmdsl.vectors import gates, leaving, taking
 
@@ -244,10 +258,9 @@ def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> 
     products = shared_products(free, gradients, saved) if free else ()
     if free is None or not products:
         return [free]
-    # gates' gradients are small differences of sums over tiles
-    gates = reachable([v for v in gradients if len(v.axes) < 2], {*saved, *products})
-    exact = frozenset(a for n in gates if not is_product(n) for a in n.args).intersection(products)
-    return [free, replace(free, saves=(*free.saves, *products), exact=exact)]
+    have = {*saved, *products}
+    exact = taken_exactly([n for n in reachable(gradients, have) if n not in have], steep(program))
+    return [free, replace(free, saves=(*free.saves, *products), exact=frozenset(exact.intersection(products)))]
 
 
 def _backward(
@@ -296,16 +309,6 @@ def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None
         kernels.append((t, _placed(kernel, saved)))
     carry = Kernel(f"_{name}_carry_kernel", "scan", program, carried=tuple(program.ends().items()))
     return Parts(_placed(carry, saved), tuple(kernels))
-
-
-def steep(program: Program) -> bool:
-    """Whether a state meets a function that is infinite at 0, as it does where it is divided by its own length.
-
-    The shorter the state, the more such a function enlarges what rounding has added to it, unit after unit.
-    """
-    chained = tied(program, "carry")
-    nodes = reachable(program.ends().values())
-    return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
 
 
 def perpendicular(program: Program) -> bool:
@@ -492,10 +495,9 @@ def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk], weigh
 
 
 def _passed(kernels: Sequence[Kernel]) -> tuple[Node, ...]:
-    """What was saved for one of several scans, and serves all kernels after them, too: in float32, or free of its
-    carries."""
+    """What was saved for one of several scans, and serves all kernels after them, too."""
     taken = {n for k in kernels if k.kind == "scan" for n in k.given}
-    return tuple(n for k in kernels for n in k.saves if n in taken and (k.kind == "map" or n in k.across & k.exact))
+    return tuple(n for k in kernels for n in k.saves if n in taken and (k.kind == "map" or n in k.across))
 
 
 def _placed(scan: Kernel, saved: tuple[Node, ...]) -> Kernel:
@@ -526,8 +528,10 @@ def shares(
     least, best = math.inf, divisions[0]
     for division in divisions:
         total = 0.0
+        # walks in rounds take longer than they seem to where they are divided (measured)
+        doubt = DOUBT if program.inner and len(division) > 1 else 1.0
         for share in division:
-            total += kernels(*share)[0]
+            total += doubt * kernels(*share)[0]
             if total >= least:
                 break
         else:

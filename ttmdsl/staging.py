@@ -1,6 +1,6 @@
 """A kernel for all units at once, as several in a row, where it would keep more tiles alive than a multiprocessor has
-registers for: what crosses from one to the next goes through memory, in float32 unless products alone take it, and each
-loads only what it uses.
+registers for: what crosses from one to the next goes through memory, in float32 where rounding would be enlarged, and
+each loads only what it uses.
 
 Input: a map `Kernel`. Output: the kernels in its place; itself, where spilling costs less. Computes nothing twice but
 what is cheaper than a load, as products of inputs are.
@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, constant, enlarged, is_product, nearest, reachable, tied
 from ttmdsl.kernels import Kernel
 from ttmdsl.network import NEVER, UNIT, Network
+from ttmdsl.padding import singular
 from ttmdsl.schedule import (
     BLOCK,
     WORKING,
@@ -39,7 +40,7 @@ LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;
 SPILL, CROWD = 6.0, 3.0  # a tile that finds no room; more where they are many, and leave the caches;
 LARGE, MOST = 0.22, 22.0  # how much of it counts in heads of 128, of which plans know nothing else; most for a kernel;
-SPARED = 2.0  # least that is worth computing a value once more for: moving a tile in float32 once
+SPARED = 1.0  # least that is worth computing a value once more for: moving a tile once
 SCAN = 5.0  # how much more all of it counts in a scan, whose units wait for one another;
 DOUBT = 1.1  # by how much such a price may be wrong
 APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
@@ -204,8 +205,25 @@ def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node])
 
 @functools.lru_cache(16)
 def _taken_exactly(kernel: Kernel) -> set[Node]:
-    """What others than products take, too: these would round it anyway."""
-    return {a for n in computed(kernel) if not is_product(n) for a in operands(n)}
+    """What passes between its parts in float32."""
+    return taken_exactly([n for n in kernel.nodes if n not in kernel.given], steep(kernel.program))
+
+
+def taken_exactly(nodes: Sequence[Node], everywhere: bool) -> set[Node]:
+    """What these values, operands first, take in float32: where they enlarge what rounding leaves out, or `everywhere`
+    but in products, which would round it anyway."""
+    taken = {a for n in nodes if not is_product(n) for a in operands(n)}
+    return taken if everywhere else taken & enlarged(nodes)
+
+
+def steep(program: Program) -> bool:
+    """Whether a state meets a function that is infinite at 0, as it does where it is divided by its own length.
+
+    The shorter the state, the more such a function enlarges what rounding has added to it, unit after unit.
+    """
+    chained = tied(program, "carry")
+    nodes = reachable(program.ends().values())
+    return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
 
 
 def _gates_last(kernel: Kernel, weight: Weight, most: float) -> list[tuple[float, list[Kernel]]]:
@@ -279,7 +297,7 @@ def _found_again(kernel: Kernel, parts: Sequence[Kernel], i: int) -> list[Node]:
                 network.join((a, True), (n, False) if n in alone else network.SINK)
         if n in alone:
             way = 2 * _moved(n, kernel) if len(n.axes) == 2 else len(n.axes) / 64
-            halves = all(map(is_product, kernel.users[n]))  # which round what they take
+            halves = n not in _taken_exactly(kernel)
             kept = n.op in ("rename", "expand") or len(n.axes) > 2
             network.join((n, False), (n, True), NEVER if kept else int(UNIT * (way if halves else 2 * way)))
             if n in before:
