@@ -15,13 +15,13 @@ import ttmdsl
 from ttmdsl.builder import Builder
 from ttmdsl.chains import chains, smallest_crossing, walks
 from ttmdsl.drawing import Shape, draw
-from ttmdsl.ir import TOKEN_AXES, Node, Program, is_product, reachable
+from ttmdsl.ir import TOKEN_AXES, Node, Program, enlarged, is_product, reachable
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.parity import parity
-from ttmdsl.plan import Plan, plan, steep, walking
+from ttmdsl.plan import Plan, plan, walking
 from ttmdsl.schedule import FULL
-from ttmdsl.staging import ROOM, alive
+from ttmdsl.staging import ROOM, alive, steep
 
 # three memories, each linear in itself, whose readouts are one another's: what is read of the first two is added
 SLOTS = """layer Slots {
@@ -170,9 +170,9 @@ def test_what_passes_is_small_and_as_precise_as_it_is_taken(
             assert all(n.axes[0] in TOKEN_AXES for n in kernel.across if len(n.axes) > 1)
             assert kernel.across <= {n for later in walk[i + 1 :] for n in later.given}
             for later in walk[i + 1 :]:
-                products = {n for n in later.nodes if is_product(n)}
-                others = (n for n in later.nodes if n not in later.given and n not in products and n.op != "rename")
-                assert {a for n in others for a in n.args} & kernel.across <= later.exact
+                nodes = [n for n in later.nodes if n not in later.given]
+                others = {a for n in nodes if not is_product(n) for a in n.args}
+                assert enlarged(nodes) & others & kernel.across <= later.exact
         kept = [name for k in kernels for name in k.keeps]
         assert len(set(kept)) == len(kept)
 
@@ -239,10 +239,13 @@ def test_the_smallest_values_pass() -> None:
     f, size = c.b.map("tanh", c.read), c.b.sum(c.read, {"i"})
     assert c.crossing(c.b.contract(f, c.T, {"i"})) == {f: False}  # a product takes it
     assert c.crossing(c.b.contract(c.b.mul(f, c.read), c.T, {"i"})) == {c.b.mul(f, c.read): False}
-    assert c.crossing(c.b.mul(c.b.contract(f, c.T, {"i"}), size)) == {f: False, size: True}  # rather than S q
+    assert c.crossing(c.b.mul(c.b.contract(f, c.T, {"i"}), size)) == {c.read: False}  # rather than f and its sum
     own = c.b.contract(c.T, c.v, {"k"})
-    several = c.b.add(c.b.mul(f, own), c.b.map("max", c.read, own))
-    assert c.crossing(several) == {c.read: True}  # one value for two
+    larger = c.b.map("max", c.read, own)
+    several = c.b.add(c.b.mul(f, own), larger)
+    assert c.crossing(several) == {c.read: False}  # one value for two
+    assert c.crossing(c.b.contract(c.b.map("exp2", larger), c.T, {"i"})) == {c.read: True}  # an exponent
+    assert c.crossing(c.b.sum(c.b.map("exp2", c.read), {"i"})) == {c.b.sum(c.b.map("exp2", c.read), {"i"}): True}
 
 
 # ---- kernels ----------------------------------------------------------------------------------------------------

@@ -15,15 +15,26 @@ from test_differentiate import LAYERS, SIZES, forms
 from ttmdsl import staging
 from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
-from ttmdsl.ir import PAST, Node, Program, is_matmul, is_product, original, reachable
+from ttmdsl.ir import PAST, Node, Program, enlarged, is_matmul, is_product, original, reachable
 from ttmdsl.kernels import Kernel
 from ttmdsl.loader import read
 from ttmdsl.lower import Form
 from ttmdsl.options import Options
 from ttmdsl.pipeline import run
-from ttmdsl.plan import Plan, free_axis, plan, split, steep, walks_at
+from ttmdsl.plan import Plan, free_axis, plan, split, walks_at
 from ttmdsl.schedule import FULL, Work, tiles_first, weights
-from ttmdsl.staging import computed, cost, operands, ordered, peak_of_loads, spilled_at_128, staged
+from ttmdsl.staging import (
+    ROOM,
+    alive,
+    computed,
+    cost,
+    operands,
+    ordered,
+    peak_of_loads,
+    spilled_at_128,
+    staged,
+    steep,
+)
 from ttmdsl.write_kernel import saved_name, turned
 
 
@@ -160,13 +171,19 @@ def test_a_kernel_of_many_tiles_is_several_that_have_more_room() -> None:
 def test_kernels_in_a_row_do_not_pass_on_what_is_negated_of_what_they_pass_on(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def negated() -> list[Node]:
-        passed = [n for k in plan("chunk", forms(name, {})["chunk"]).backward if k.kind == "map" for n in k.saves]
-        return [n for n in passed if n.op == "neg" and n.args[0] in passed and len(n.axes) == 2]
+    def negated() -> list[tuple[Kernel, Node]]:
+        """Of what is passed on so, each with a kernel that takes it."""
+        maps = [k for k in plan("chunk", forms(name, {})["chunk"]).backward if k.kind == "map"]
+        passed = {n for k in maps for n in k.saves}
+        found = [n for n in passed if n.op == "neg" and n.args[0] in passed and len(n.axes) == 2]
+        return [(k, n) for k in maps for n in found if n in k.given]
 
-    assert not negated()
+    weight, left = weights(64), negated()
+    for kernel, value in left:  # which would have no room to negate it
+        fewer = kernel.giving(tuple(n for n in kernel.given if n is not value))
+        assert alive(kernel, weight) <= ROOM < alive(fewer, weight)
     monkeypatch.setattr(staging, "_lean", lambda kernel, parts, weight: parts)
-    assert negated()  # or the above says nothing
+    assert len(negated()) > len(left)  # or the above says nothing
 
 
 @every_plan
@@ -271,7 +288,7 @@ def test_the_backward_pass_saves_nothing_again_that_it_took(form: Form, found: P
 
 @pytest.mark.parametrize("name", ["omega_net", "trellis"])
 def test_gradients_of_gates_take_products_that_are_shared_as_they_are(name: str) -> None:
-    """They are small differences of sums over tiles: in half precision little of some would be left."""
+    """Of decays they are small differences of sums over tiles: in half precision little of some would be left."""
     found = plan("chunk", forms(name, {})["chunk"], 16)
     walks = walks_at(k.kind for k in found.backward)
     used = {n for k in found.backward[walks] for n in k.given}
@@ -279,8 +296,8 @@ def test_gradients_of_gates_take_products_that_are_shared_as_they_are(name: str)
     taken = set()
     for kernel in found.backward[walks.stop :]:
         gates = [v for _, v in kernel.outputs if len(v.axes) < 2]
-        nodes = reachable(gates, kernel.given)
-        here = shared.intersection(a for n in nodes if not is_product(n) and n not in kernel.given for a in n.args)
+        nodes = [n for n in reachable(gates, kernel.given) if n not in kernel.given]
+        here = shared & enlarged(nodes) & {a for n in nodes if not is_product(n) for a in n.args}
         assert here <= kernel.exact
         taken |= here
     assert taken
