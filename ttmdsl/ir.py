@@ -259,9 +259,10 @@ class Program:
 def reachable(
     roots: Iterable[Node],
     given: Container[Node] = (),
-    operands: Callable[[Node], tuple[Node, ...]] = lambda node: node.args,
+    operands: Callable[[Node], tuple[Node, ...]] | None = None,
 ) -> list[Node]:
-    """The roots and all they need, operands before users, each once; not looking below what is given."""
+    """The roots and all they need, operands before users, each once; not looking below what is given. `operands`: what
+    a value needs, if not all its arguments."""
     found: list[Node] = []
     begun: set[Node] = set()
     stack: list[Node | None] = [*reversed([*roots])]
@@ -273,10 +274,10 @@ def reachable(
             found.append(done)
         elif node not in begun:
             begun.add(node)
-            below = () if node in given else operands(node)
+            below = () if node in given else operands(node) if operands else node.args
             if below:
                 stack += (node, None)
-                stack += [a for a in below[::-1] if a not in begun]
+                stack += below[::-1]
             else:
                 found.append(node)
     return found
@@ -315,13 +316,13 @@ def users(nodes: Iterable[Node], given: Container[Node] = ()) -> dict[Node, list
 def depends_on(
     roots: Iterable[Node],
     sources: Iterable[Node],
-    operands: Callable[[Node], tuple[Node, ...]] = lambda node: node.args,
+    operands: Callable[[Node], tuple[Node, ...]] | None = None,
 ) -> set[Node]:
     """Those nodes under the roots that depend on a source (a source under the roots included)."""
     origins = set(sources)
     tainted: set[Node] = set()
     for node in reachable(roots, operands=operands):
-        if node in origins or any(a in tainted for a in operands(node)):
+        if node in origins or not tainted.isdisjoint(operands(node) if operands else node.args):
             tainted.add(node)
     return tainted
 
