@@ -6,6 +6,7 @@ import pytest
 from test_differentiate import forms
 
 from ttmdsl import staging
+from ttmdsl.ir import ENLARGING, enlarged
 from ttmdsl.kernels import Kernel
 from ttmdsl.plan import plan
 from ttmdsl.schedule import weights
@@ -35,6 +36,17 @@ def test_what_passes_is_taken_later(name: str, consts: dict[str, float]) -> None
     kernels = gradient_maps(name, consts)
     for i, k in enumerate(kernels):
         assert {*k.saves} <= {n for later in kernels[i + 1 :] for n in later.given}
+
+
+@pytest.mark.parametrize(("name", "consts"), [("dplr", {}), ("rwkv7", {}), ("trellis", {"b": 64})])
+def test_what_passes_is_exact_where_its_rounding_is_enlarged(name: str, consts: dict[str, float]) -> None:
+    kernels = gradient_maps(name, consts)
+    passed = {n for k in kernels for n in k.saves if len(n.axes) == 2}
+    exact = passed.intersection(*(k.exact for k in kernels))
+    assert exact <= enlarged(kernels[0].program.nodes)
+    assert exact >= {a for n in kernels[0].program.nodes if n.op in ENLARGING for a in n.args} & passed
+    assert passed > exact
+    assert exact
 
 
 def test_vectors_that_follow_from_inputs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

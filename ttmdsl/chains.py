@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, enlarged, has_dim, is_large, is_matmul, reachable
+from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, enlarged, is_large, is_matmul, reachable, rounds_operands
 from ttmdsl.network import NEVER, UNIT, Network
 from ttmdsl.schedule import Weight
 
@@ -103,7 +103,8 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
                 network.join((x, _FULL), (n, _FULL))
                 network.join((x, _SHORT), (n, _SHORT))
             else:
-                network.join((x, _SHORT if _rounds(n) or not (x in exact or is_matmul(n)) else _FULL), (n, _MADE))
+                short = rounds_operands(n) or not (x in exact or is_matmul(n))
+                network.join((x, _SHORT if short else _FULL), (n, _MADE))
         if n.op != "rename":
             price = max(1, int(weight(n) * UNIT)) + _AHEAD * (n in dear)
             moved = n in foreign and not is_large(n) and n.op not in ("leaf", "expand")
@@ -121,9 +122,3 @@ def smallest_crossing(roots: Sequence[Node], foreign: Collection[Node], weight: 
 
 # how far a value has come: as it is made, as it passes in float32 and in half precision
 _MADE, _FULL, _SHORT = range(3)
-
-
-def _rounds(node: Node) -> bool:
-    """Whether a value is a product of matrices that takes its operands in the inputs' dtype: not one of weights of
-    tokens."""
-    return is_matmul(node) and any(map(has_dim, node.args))

@@ -180,6 +180,12 @@ def is_matmul(node: Node) -> bool:
     return len(a.axes) == len(b.axes) == 2 and set(a.axes) & set(b.axes) == set(node.reduced)
 
 
+def rounds_operands(node: Node) -> bool:
+    """Whether a value is a product of matrices that takes its operands in the inputs' dtype: not one of weights of
+    tokens."""
+    return is_matmul(node) and any(map(has_dim, node.args))
+
+
 def original(node: Node) -> Node:
     """The value that this is under other names of its axes."""
     while node.op == "rename":
@@ -333,7 +339,7 @@ def enlarged(nodes: Sequence[Node]) -> set[Node]:
     gradients of decays, which are differences of what is summed up."""
     found: set[Node] = set()
     for n in reversed(nodes):
-        if n.op in ENLARGING or (n in found and not (is_product(n) and any(map(has_dim, n.args)))):
+        if n.op in ENLARGING or (n in found and not rounds_operands(n)):
             found.update(n.args)
         elif n.op in DECAYED:
             found.update(n.args[2:])
