@@ -106,7 +106,7 @@ def rooms(name: str) -> tuple[dict[str, bool], dict[str, bool]]:
     return recorded, alone
 
 
-@pytest.mark.parametrize("name", ["abc", "delta_net", "gated_delta_net", "rwkv7", "trellis"])
+@pytest.mark.parametrize("name", ["abc", "gated_delta_net", "gsa", "rwkv7", "trellis"])
 def test_a_forward_pass_alone_holds_what_it_takes_itself(name: str, interpreter: ProcessPoolExecutor) -> None:
     recorded, alone = interpreter.submit(rooms, name).result()
     assert recorded.keys() == alone.keys()

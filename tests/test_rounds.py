@@ -198,8 +198,8 @@ def test_walks_over_the_blocks_of_a_head_are_the_reference(
 
 
 def walked() -> list[tuple[int, int]]:
-    """Columns and warps of delta_net's gradient kernel, in heads of 64 and 128."""
-    module = ttmdsl.load("delta_net")
+    """Columns and warps of gated_delta_net's gradient kernel, in heads of 64 and 128."""
+    module = ttmdsl.load("gated_delta_net")
     (name,) = (k for k, (*_, inner) in module._KERNELS.items() if inner)
     found = []
     for size in (64, 128):
@@ -215,7 +215,7 @@ def test_a_walk_over_a_head_is_in_blocks_as_measured_alone(interpreter: ProcessP
 
 def untuned() -> list[tuple[int, int]]:
     """The same by the rules."""
-    with mock.patch.object(ttmdsl.load("delta_net"), "_TUNED", {}):
+    with mock.patch.object(ttmdsl.load("gated_delta_net"), "_TUNED", {}):
         return walked()
 
 
