@@ -259,7 +259,7 @@ def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> 
     if free is None or not products:
         return [free]
     have = {*saved, *products}
-    exact = taken_exactly([n for n in reachable(gradients, have) if n not in have], steep(program))
+    exact = taken_exactly([n for n in reachable(gradients, have) if n not in have], program)
     return [free, replace(free, saves=(*free.saves, *products), exact=frozenset(exact.intersection(products)))]
 
 
@@ -497,7 +497,7 @@ def _walked(whole: Kernel, saved: tuple[Node, ...], found: Sequence[Walk], weigh
 def _passed(kernels: Sequence[Kernel]) -> tuple[Node, ...]:
     """What was saved for one of several scans, and serves all kernels after them, too."""
     taken = {n for k in kernels if k.kind == "scan" for n in k.given}
-    return tuple(n for k in kernels for n in k.saves if n in taken and (k.kind == "map" or n in k.across))
+    return tuple(n for k in kernels for n in k.saves if n in taken)
 
 
 def _placed(scan: Kernel, saved: tuple[Node, ...]) -> Kernel:

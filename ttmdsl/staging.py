@@ -206,14 +206,14 @@ def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node])
 @functools.lru_cache(16)
 def _taken_exactly(kernel: Kernel) -> set[Node]:
     """What passes between its parts in float32."""
-    return taken_exactly([n for n in kernel.nodes if n not in kernel.given], steep(kernel.program))
+    return taken_exactly([n for n in kernel.nodes if n not in kernel.given], kernel.program)
 
 
-def taken_exactly(nodes: Sequence[Node], everywhere: bool) -> set[Node]:
-    """What these values, operands first, take in float32: where they enlarge what rounding leaves out, or `everywhere`
-    but in products, which would round it anyway."""
+def taken_exactly(nodes: Sequence[Node], program: Program) -> set[Node]:
+    """What these values of a program, operands first, take in float32: where they enlarge what rounding leaves out; in
+    a steep one everywhere but in products, which would round it anyway."""
     taken = {a for n in nodes if not is_product(n) for a in operands(n)}
-    return taken if everywhere else taken & enlarged(nodes)
+    return taken if steep(program) else taken & enlarged(nodes)
 
 
 def steep(program: Program) -> bool:
@@ -287,6 +287,7 @@ def _found_again(kernel: Kernel, parts: Sequence[Kernel], i: int) -> list[Node]:
                 alone[n] = late or is_product(n)
     taken = dict.fromkeys(a for n in nodes for a in n.args if len(a.axes) == 2 and a not in passed)
     loads = [a for a in taken if is_input(a) or a in known]
+    exact = _taken_exactly(kernel)
     network = Network()
     for tile in loads:
         if constant(tile) is None:
@@ -297,7 +298,7 @@ def _found_again(kernel: Kernel, parts: Sequence[Kernel], i: int) -> list[Node]:
                 network.join((a, True), (n, False) if n in alone else network.SINK)
         if n in alone:
             way = 2 * _moved(n, kernel) if len(n.axes) == 2 else len(n.axes) / 64
-            halves = n not in _taken_exactly(kernel)
+            halves = n not in exact
             kept = n.op in ("rename", "expand") or len(n.axes) > 2
             network.join((n, False), (n, True), NEVER if kept else int(UNIT * (way if halves else 2 * way)))
             if n in before:
