@@ -14,7 +14,7 @@ from ttmdsl.kernel_text import KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Division, Plan, free_axis, plan, walks_at
+from ttmdsl.plan import Choice, Plan, free_axis, plan, walks_at
 from ttmdsl.replay import replay
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
@@ -135,10 +135,10 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
     tokens = max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens
     *chunks, (_, last) = _forms(lowered).items()
     texts: list[FormTexts] = []
-    division: Division = ()
+    choice: Choice | None = None
     for name, form in chunks:
-        found = plan(name, form, tokens, division)
-        division = found.division
+        found = plan(name, form, tokens, choice)
+        choice = found.choice
         texts.append(_form_texts(spec, found, tokens, tables))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))

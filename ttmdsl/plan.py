@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ttmdsl.affine import affine
@@ -81,6 +81,15 @@ Division = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What was found by looking for what is cheapest: of the ways to the gradients (`_ways`) the number, and which of
+    the gradients share kernels."""
+
+    way: int
+    division: Division
+
+
+@dataclass(frozen=True)
 class Parts:
     """Kernels by which parts of a sequence find the states that they start from, side by side: `carry` walks with the
     tokens' writes alone, a kernel for each memory carries a factor through a part (transfer.py)."""
@@ -94,13 +103,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of one form, in the order in which they run; `division` says which gradients share kernels."""
+    """The kernels of one form, in the order in which they run, and how they were chosen."""
 
     name: str
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+    choice: Choice
     parts: Parts | None = None
-    division: Division = ()
 
     def kernels(self) -> tuple[Kernel, ...]:
         return self.forward + self.backward + (self.parts.kernels() if self.parts else ())
@@ -123,6 +132,21 @@ class Plan:
         return frozenset(loaded - exact)
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to the gradients: by this backward program, whose maps may cost `doubt` times what they seem to; with a
+    forward pass by these scans, which saves the `cuts` for it, of all that it will `have` of that pass; and with the
+    kernel before its own scan, if any. Those of one `kind` differ in what the forward pass saves."""
+
+    program: Program
+    doubt: float
+    scans: tuple[Kernel, ...]
+    cuts: tuple[Node, ...]
+    have: tuple[Node, ...]
+    free: Kernel | None
+    kind: tuple[int, int]
+
+
 def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = ()) -> str:
     """A dim that no value under the roots is summed over and that every root has: blocks of it are independent."""
     roots, known = list(roots), set(given)
@@ -135,9 +159,9 @@ def free_axis(program: Program, roots: Iterable[Node], given: Iterable[Node] = (
     return ""
 
 
-def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Plan:
-    """The kernels of a chunk form in units of so many tokens. `division`: which gradients share kernels, where a form
-    with the same ones has said so."""
+def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) -> Plan:
+    """The kernels of a chunk form in units of so many tokens; by the `choice` of a form that is almost the same, since
+    looking for one takes long."""
     form = Form(joined(form.forward, form.backward), joined(form.backward, form.forward))
     form = Form(shortened(form.forward, "carry"), form.backward)
     weight = weights(tokens)
@@ -161,27 +185,22 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
     saved = before.saves if before else ()
     passed = _passed(_scans(scan, saved, weight))
     walked = {*reachable(scan.roots)}
-    ways: list[tuple[float, list[Kernel], tuple[Node, ...], list[Kernel], Division, frozenset[Node]]] = []
-    # where kernels walk over blocks, what few steps take costs more than they spare (measured)
-    chain = form.backward if form.backward.inner else affine(form.backward)
-    few = chain is not form.backward
-    for program, doubt in _programs(shortened(chain, "cocarry")):
-        divisions = [division, division]
-        later = [*program.outputs.values(), *read_later]
-        saving = (worth_saving(form.forward, ends, later, (*saved, *passed), chained, least) for least in (1, 2))
-        for cuts in dict.fromkeys(saving):
-            scans = _scans(replace(scan, saves=tuple(n for n in cuts if n in walked)), saved, weight)
-            have = (*saved, *_passed(scans), *cuts)
-            for i, free in enumerate(_before(name, program, have, few)):
-                # the second cuts keep the first's division, which takes long to find
-                best = min((price for price, *_ in ways), default=math.inf)
-                most = best - len(cuts)  # what is saved is written once, too
-                way = _backward(name, program, doubt, free, have, weight, divisions[i], most)
-                if way:
-                    price, kernels, divisions[i] = way
-                    price += len(cuts) + (_twice(kernels, have) if careful else 0)
-                    ways.append((price, scans, cuts, kernels, divisions[i], free.exact if free else frozenset()))
-    _, scans, cuts, backward, division, exact = min(ways, key=lambda way: way[0])
+
+    def ways() -> Iterator[Way]:
+        # where kernels walk over blocks, what few steps take costs more than they spare (measured)
+        chain = form.backward if form.backward.inner else affine(form.backward)
+        for i, (program, doubt) in enumerate(_programs(shortened(chain, "cocarry"))):
+            later = [*program.outputs.values(), *read_later]
+            saving = (worth_saving(form.forward, ends, later, (*saved, *passed), chained, least) for least in (1, 2))
+            for cuts in dict.fromkeys(saving):
+                scans = _scans(replace(scan, saves=tuple(n for n in cuts if n in walked)), saved, weight)
+                have = (*saved, *_passed(scans), *cuts)
+                for j, free in enumerate(_before(name, program, have, chain is not form.backward)):
+                    yield Way(program, doubt, tuple(scans), cuts, have, free, (i, j))
+
+    way, backward, choice = _cheapest(name, [*ways()], weight, careful, choice)
+    cuts, scans = way.cuts, [*way.scans]
+    exact = way.free.exact if way.free else frozenset[Node]()
     parts = _parts(name, form.forward, saved)
     first = staged(before, weight)[1] if before else []
     if apart:
@@ -189,11 +208,35 @@ def plan(name: str, form: Form, tokens: int = 64, division: Division = ()) -> Pl
         read = read.giving((*saved, *(n for k in scans for n in k.saves)))
         scans += staged(read, weight)[1] if dim else [read]
         exact |= frozenset(read.saves)
-    found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), parts, division)
+    found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), choice, parts)
     found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _careful(found) if careful else found
     found = _always(_with_gates_ahead(found, tokens))
     return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
+
+
+def _cheapest(
+    name: str, ways: Sequence[Way], weight: Weight, careful: bool, choice: Choice | None
+) -> tuple[Way, list[Kernel], Choice]:
+    """The cheapest of the ways to the gradients, or the chosen one, and the kernels of its backward pass."""
+    numbers: Iterable[int] = range(len(ways))
+    if choice and choice.way in numbers:
+        numbers = [choice.way]
+    divisions: dict[tuple[int, int], Division] = {}  # which take long to find: of the first way of each kind
+    least, best = math.inf, None
+    for number in numbers:
+        way = ways[number]
+        division = choice.division if choice else divisions.get(way.kind, ())
+        found = _backward(name, way, weight, division, least - len(way.cuts))
+        if not found:
+            continue
+        price, kernels, divisions[way.kind] = found
+        # what is saved is written once, too
+        price += len(way.cuts) + (_twice(kernels, way.have) if careful else 0)
+        if price < least:
+            least, best = price, (way, kernels, Choice(number, divisions[way.kind]))
+    assert best  # the first has no price to beat
+    return best
 
 
 def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:
@@ -264,17 +307,10 @@ def _before(name: str, program: Program, saved: tuple[Node, ...], few: bool) -> 
 
 
 def _backward(
-    name: str,
-    program: Program,
-    doubt: float,
-    free: Kernel | None,
-    saved: tuple[Node, ...],
-    weight: Weight,
-    division: Division,
-    most: float,
+    name: str, way: Way, weight: Weight, division: Division, most: float
 ) -> tuple[float, list[Kernel], Division] | None:
-    """The kernels of the backward pass, given what the forward one saves and the kernel before its scan; before them
-    what all cost, `doubt` times as much as they seem to but for the scans. None where these cost `most` and more."""
+    """The kernels of a way's backward pass; before them what all cost. None where these cost `most` and more."""
+    program, free, saved = way.program, way.free, way.have
     handed = program.ends()
     gradients = {k[2:]: v for k, v in program.outputs.items() if k.startswith("d:")}
     d_ends, chained = list(handed.values()), tied(program, "cocarry")
@@ -286,7 +322,7 @@ def _backward(
     scans = _scans(replace(scan, keeps=tuple(sorted(used)), saves=cuts), saved, weight)
     kernels += scans
     chain = sum(SCAN * cost(k, FULL) for k in scans if k.kind == "scan")
-    if doubt * price + chain >= most:
+    if way.doubt * price + chain >= most:
         return None
     # gradients of decays take what is scaled exactly
     have = tuple(n for n in (*saved, *_passed(scans), *cuts) if not scaled(n))
@@ -294,7 +330,7 @@ def _backward(
     for i, (paid, share) in enumerate(shared):
         price += paid
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
-    return doubt * price + chain + spilled_at_128(kernels, weight), kernels, division
+    return way.doubt * price + chain + spilled_at_128(kernels, weight), kernels, division
 
 
 def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:
