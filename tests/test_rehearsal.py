@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import sys
 import threading
@@ -168,21 +169,56 @@ def loads() -> tuple[int, bool]:
         def warmup(self, **constants: Any) -> Compiled:
             return Compiled()
 
-    kernels = [SimpleNamespace(name=f"_{n}_kernel", jit=Jit()) for n in range(8)]
+    kernels = [SimpleNamespace(name=f"_{n}_kernel", jit=Jit(), size=0) for n in range(8)]
     about = "chunk", (0, 64), (0,), 2, (("d_k", 16), ("d_v", 16)), torch.float32, torch.device("cpu")
     nothing = mock.patch.multiple(module, _hashing=mock.DEFAULT, _ask_ptxas=mock.DEFAULT)
     with nothing, mock.patch.object(torch.cuda, "device"):
         rehearsal = module._Rehearsal(*about)
-        rehearsal.threads = ThreadPoolExecutor(8)
         for kernel in kernels:
             rehearsal.start((kernel.name,), kernel, (1, 1), (), (), {}, {})
-        for future in rehearsal.compiling.values():
+        with mock.patch.object(module.os, "cpu_count", return_value=8):
+            compiling = rehearsal.begin()
+        for future in compiling.values():
             future.result()
     return most[0], modules[0]._loading is modules[1]._loading
 
 
 def test_kernels_are_loaded_one_at_a_time(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(loads).result() == (1, True)
+
+
+def reads() -> tuple[int, bool, bool, list[str]]:
+    """How many kernels are read at once by threads that compile them; whether looks for garbage pause meanwhile, and go
+    on after a failure; and in which order kernels are read, by their names."""
+    module, at_once, most, collects = ttmdsl.load("mamba2"), [0], [0], []
+
+    def read(fails: bool) -> None:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        collects.append(gc.isenabled())
+        time.sleep(0.02)
+        at_once[0] -= 1
+        if fails:
+            raise RuntimeError("fails")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(module._in_turn(read), 8 * [False]))
+        failed = threads.submit(module._in_turn(read), True).exception()
+    assert isinstance(failed, RuntimeError)
+    order: list[str] = []
+    nothing = mock.patch.object(module._Compiles, "compile", lambda _, jit, *about: order.append(jit))
+    with nothing, mock.patch.object(module.os, "cpu_count", return_value=1):
+        rehearsal = module._AroundRehearsal(torch.device("cpu"))
+        for size in (3, 7, 5):
+            kernel = SimpleNamespace(jit=f"of {size}", size=size)
+            rehearsal.start((size,), kernel, (1, 1), (), (), {}, {})
+        for future in rehearsal.begin().values():
+            future.result()
+    return most[0], any(collects), gc.isenabled(), order
+
+
+def test_kernels_are_read_in_turn_the_longest_first(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(reads).result() == (1, False, True, ["of 7", "of 5", "of 3"])
 
 
 def builds() -> tuple[bool, bool, bool]:
