@@ -187,38 +187,55 @@ def test_kernels_are_loaded_one_at_a_time(interpreter: ProcessPoolExecutor) -> N
     assert interpreter.submit(loads).result() == (1, True)
 
 
-def reads() -> tuple[int, bool, bool, list[str]]:
-    """How many kernels are read at once by threads that compile them; whether looks for garbage pause meanwhile, and go
-    on after a failure; and in which order kernels are read, by their names."""
-    module, at_once, most, collects = ttmdsl.load("mamba2"), [0], [0], []
+def turns() -> tuple[list[int], bool, bool, bool]:
+    """In which order kernels are read, by their numbers, that wait while another one is; whether more than one ever is;
+    whether looks for garbage pause meanwhile, and go on after a failure."""
+    module, order, at_once, collects = ttmdsl.load("mamba2"), [], [0], []
 
-    def read(fails: bool) -> None:
+    def read(number: int) -> None:
         at_once[0] += 1
-        most[0] = max(most[0], at_once[0])
+        order.append(number * at_once[0])
         collects.append(gc.isenabled())
-        time.sleep(0.02)
+        time.sleep(0.01)
         at_once[0] -= 1
-        if fails:
+        if number == 4:
             raise RuntimeError("fails")
 
+    def in_turn(number: int) -> None:
+        module._turns.number.value = number
+        module._in_turn(read)(number)
+
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(module._in_turn(read), 8 * [False]))
-        failed = threads.submit(module._in_turn(read), True).exception()
-    assert isinstance(failed, RuntimeError)
-    order: list[str] = []
-    nothing = mock.patch.object(module._Compiles, "compile", lambda _, jit, *about: order.append(jit))
-    with nothing, mock.patch.object(module.os, "cpu_count", return_value=1):
+        with module._turns:
+            waiting = [threads.submit(in_turn, number) for number in (3, 1, 4, 2)]
+            while len(module._turns.waiting) < len(waiting):
+                time.sleep(0.001)
+        failed = [future.exception() is not None for future in waiting]
+    return order, failed == [False, False, True, False], any(collects), gc.isenabled()
+
+
+def test_kernels_are_read_in_turn(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(turns).result() == ([1, 2, 3, 4], True, False, True)
+
+
+def begins() -> list[tuple[int, str]]:
+    """Kernels of different sizes as they are compiled: the number of each, and its name."""
+    module, begun = ttmdsl.load("mamba2"), []
+    with (
+        mock.patch.object(module._Compiles, "compile", lambda _, number, jit, *about: begun.append((number, jit))),
+        mock.patch.object(module.os, "cpu_count", return_value=1),
+    ):
         rehearsal = module._AroundRehearsal(torch.device("cpu"))
         for size in (3, 7, 5):
             kernel = SimpleNamespace(jit=f"of {size}", size=size)
             rehearsal.start((size,), kernel, (1, 1), (), (), {}, {})
         for future in rehearsal.begin().values():
             future.result()
-    return most[0], any(collects), gc.isenabled(), order
+    return begun
 
 
-def test_kernels_are_read_in_turn_the_longest_first(interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(reads).result() == (1, False, True, ["of 7", "of 5", "of 3"])
+def test_kernels_with_most_code_are_compiled_first(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(begins).result() == [(0, "of 7"), (1, "of 5"), (2, "of 3")]
 
 
 def builds() -> tuple[bool, bool, bool]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, constant, enlarged, is_product, nearest, reachable, tied
@@ -56,7 +56,7 @@ def staged(kernel: Kernel, weight: Weight, gates_last: bool = False) -> tuple[fl
     whole = _cost(kernel, order, weight), [kernel]
     if peak_of_loads(order, weight, dim) <= ROOM:
         return whole
-    ways = [_cut(kernel, _segments(order, weight, limit, dim)) for limit in (ROOM, CLOSE)]
+    ways = [_cut(kernel, segments) for segments in _segments(order, weight, dim)]
     price, parts = min(((_price(parts, weight), parts) for parts in ways), key=lambda way: way[0])
     if whole[0] <= price:
         return whole
@@ -187,8 +187,12 @@ def _passed(kernel: Kernel) -> dict[Node, tuple[Node, ...]]:
     return {n: tuple(a for x in operands(n) for a in crossing(x)) for n in nodes}
 
 
-def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node]) -> list[Kernel]:
-    """The kernel as several, which pass these values on: each value is computed by the part that is its `place`."""
+def _passing(
+    kernel: Kernel, place: dict[Node, int], crossing: Collection[Node], same: Iterable[Kernel] = ()
+) -> list[Kernel]:
+    """The kernel as several, which pass these values on: each value is computed by the part that is its `place`. Those
+    that save what they did are the `same`, as what these are given is passed on."""
+    as_before = {(part.name, part.saves): part for part in same}
     passed = set(crossing) - set(kernel.saves)  # what is saved for others passes as it is saved
     exact = kernel.exact | (passed & _taken_exactly(kernel))
     result: list[Kernel] = []
@@ -197,8 +201,10 @@ def _passing(kernel: Kernel, place: dict[Node, int], crossing: Collection[Node])
         outputs = tuple((k, v) for k, v in kernel.outputs if place.get(v, 0) == i)
         saves = dict.fromkeys([*(n for n in kernel.saves if place[n] == i), *(n for n in crossing if place[n] == i)])
         name = kernel.name.replace("_kernel", f"_{i + 1}_kernel")
-        part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=exact)
-        result.append(part.giving(known))
+        part = as_before.get((name, tuple(saves)))
+        if part is None:
+            part = replace(kernel, name=name, outputs=outputs, saves=tuple(saves), exact=exact).giving(known)
+        result.append(part)
         known += tuple(n for n in saves if n not in known)
     return [part for part in result if part.roots]
 
@@ -231,7 +237,7 @@ def _gates_last(kernel: Kernel, weight: Weight, most: float) -> list[tuple[float
     costs clearly less than `most`; before it what it costs, as far as that is known."""
     orders = tiles_first(computed(kernel), operands, weight, _outside(computed(kernel)))
     different = dict.fromkeys(map(tuple, orders))
-    found = (_segments(order, weight, limit, "") for order in different for limit in (ROOM, CLOSE))
+    found = itertools.chain.from_iterable(_segments(order, weight, "") for order in different)
     ways = [_cut(kernel, segments) for segments in {tuple(map(frozenset, s)): s for s in found}.values()]
     least, best = most, list[Kernel]()
     for parts in sorted(ways, key=lambda parts: sum(map(work, parts))):
@@ -324,7 +330,7 @@ def _lean(kernel: Kernel, parts: list[Kernel], weight: Weight) -> list[Kernel]:
     for n in [n for n in crossing if len(n.axes) == 2 and n.op not in _ACROSS]:
         fewer = [a for a in crossing if a is not n]
         if _follows(n, {*kernel.given, *fewer}):
-            found = _passing(kernel, place, fewer)
+            found = _passing(kernel, place, fewer, same=[part for part in parts if n not in part.given])
             old, new = _apart(parts, found)
             lighter = sum(map(work, new)) <= sum(map(work, old)) - SPARED  # quick to tell
             if lighter and _price(new, weight) <= _price(old, weight) - SPARED:
@@ -387,23 +393,32 @@ def _peak_of_loads(segment: tuple[Node, ...], weight: Weight, dim: str) -> float
     return peak(segment, (), operands, weight, _outside(segment)) + _totals(segment, weight, dim)
 
 
-def _segments(order: Sequence[Node], weight: Weight, limit: float, dim: str) -> list[Sequence[Node]]:
-    """The order cut into pieces that have room, each at the place in its last part where least crosses."""
+def _segments(order: Sequence[Node], weight: Weight, dim: str) -> Iterator[list[Sequence[Node]]]:
+    """The order cut into pieces that have room, each at the place in its last part where least crosses; and once more
+    into pieces with a little less."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
     values = Work(order, (), operands, weight, _outside(order))
     totals = [_totals([n], weight, dim) for n in order]
-    room: dict[int, int] = {}  # how many values have, from each place where a piece starts
-    start = 0
-    while start < len(order):
-        end = start + room.setdefault(start, values.fitting(start, limit, totals))
-        if end < len(order):
-            least = start + max(1, (end - start) * 2 // 3)
-            crossing = dict.fromkeys(range(least, end + 1), 0.0)
-            for i, n in enumerate(order[start:end], start):
-                for place in range(max(i + 1, least), min(last.get(n, -1), end) + 1):
-                    crossing[place] += weight(n)
-            end = min(crossing, key=crossing.__getitem__)
-        start = end
+    for limit in (ROOM, CLOSE):
+        room: dict[int, int] = {}  # how many values have, from each place where a piece starts
+        start = 0
+        while start < len(order):
+            end = start + room.setdefault(start, values.fitting(start, limit, totals))
+            if end < len(order):
+                least = start + max(1, (end - start) * 2 // 3)
+                crossing = dict.fromkeys(range(least, end + 1), 0.0)
+                for i, n in enumerate(order[start:end], start):
+                    for place in range(max(i + 1, least), min(last.get(n, -1), end) + 1):
+                        crossing[place] += weight(n)
+                end = min(crossing, key=crossing.__getitem__)
+            start = end
+        yield _merged(order, room, weight, limit, dim)
+
+
+def _merged(
+    order: Sequence[Node], room: dict[int, int], weight: Weight, limit: float, dim: str
+) -> list[Sequence[Node]]:
+    """Pieces that start where `room` says, those as one that have room together."""
     ends = [*room, len(order)]
     merged = [order[: ends[1]]]
     first = 0
