@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -132,11 +131,7 @@ def waits() -> list[str]:
             happened.append("compiled")
             return ValueError("which the start will raise, too")
 
-    class Jit:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *pointers, **constants: happened.append("started")
-
-    kernel = SimpleNamespace(name="_a_kernel", jit=Jit())
+    kernel = SimpleNamespace(name="_a_kernel", start=lambda grid, *pointers, **constants: happened.append("started"))
 
     sizes = (("d_k", 16), ("d_v", 16))
     schedule = module._Schedule("chunk", (0, 64), (0,), 2, sizes, torch.float32, torch.device("cpu"))
@@ -171,8 +166,7 @@ def loads() -> tuple[int, bool]:
 
     kernels = [SimpleNamespace(name=f"_{n}_kernel", jit=Jit(), size=0) for n in range(8)]
     about = "chunk", (0, 64), (0,), 2, (("d_k", 16), ("d_v", 16)), torch.float32, torch.device("cpu")
-    nothing = mock.patch.multiple(module, _hashing=mock.DEFAULT, _ask_ptxas=mock.DEFAULT)
-    with nothing, mock.patch.object(torch.cuda, "device"):
+    with mock.patch.object(module, "_ask_ptxas"), mock.patch.object(torch.cuda, "device"):
         rehearsal = module._Rehearsal(*about)
         for kernel in kernels:
             rehearsal.start((kernel.name,), kernel, (1, 1), (), (), {}, {})
@@ -275,29 +269,47 @@ def test_the_c_compiler_builds_what_launches_several_kernels_at_once(interpreter
     assert interpreter.submit(builds).result() == (True, True, True)
 
 
-def hashes(cache: Path) -> tuple[list[str], bool]:
-    """Triton's hash of its files, by a module that finds one cache three times, before the last one a file changes:
-    what it has Triton say, "" where Triton reads its files. And whether the interpreter takes turns as ever."""
-    import triton
-
-    module, interval, said = ttmdsl.load("mamba2"), sys.getswitchinterval(), []
+def keys() -> tuple[bool, list[str]]:
+    """Whether what stands for Triton becomes another with the time of a file's change; and what its hash is to a thread
+    that compiles a kernel of a module, to one that does not meanwhile, and to the first one afterwards."""
+    module = ttmdsl.load("mamba2")
     files = list(module._triton_files())
     changed = [(*files[0][:-1], files[0][-1] + 1), *files[1:]]
-    for found in (files, files, changed):
-        with (
-            mock.patch.dict("os.environ", TRITON_CACHE_DIR=str(cache)),
-            mock.patch.object(module, "_triton_files", return_value=found),
-            mock.patch.object(triton.runtime.cache, "triton_key", side_effect=triton.runtime.cache.triton_key) as reads,
-        ):
-            module._triton_hash()
-            said.append("" if reads.called else triton.runtime.cache.triton_key())
-    return [*said, triton.runtime.cache.triton_key()], sys.getswitchinterval() == interval
+    stamps = []
+    for found in (files, changed, files):
+        module._stamp.cache_clear()
+        with mock.patch.object(module, "_triton_files", return_value=found):
+            stamps.append(module._stamp())
+    key = module._or_stamp(lambda: "read all")
+    with ThreadPoolExecutor(1) as threads, module._by_stamp():
+        found = [key(), threads.submit(key).result()]
+    return stamps[0] == stamps[2] != stamps[1], ["stamp" if k == stamps[0] else k for k in [*found, key()]]
 
 
-def test_tritons_hash_of_its_files_is_kept_until_they_change(tmp_path: Path, interpreter: ProcessPoolExecutor) -> None:
-    (first, again, changed, own), turns = interpreter.submit(hashes, tmp_path).result()
-    assert (first, again, changed) == ("", own, "")
-    assert turns
+def test_kernels_are_known_by_a_stamp_of_tritons_files(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(keys).result() == (True, ["stamp", "read all", "read all"])
+
+
+def amends() -> list[str]:
+    """Where Triton's hash is, in either of two places, of which all functions are wrapped once for two layers."""
+    found: list[str] = []
+    for here, there in (("cache", "compiler"), ("compiler", "cache")):
+        places = {here: SimpleNamespace(triton_key=lambda: "read all"), there: SimpleNamespace()}
+        source = SimpleNamespace(make_ir=lambda: None)
+        triton = SimpleNamespace(
+            compiler=SimpleNamespace(ASTSource=source, compiler=places["compiler"]),
+            runtime=SimpleNamespace(cache=places["cache"], build=SimpleNamespace(_build=lambda: None)),
+        )
+        for module in map(ttmdsl.load, ("mamba2", "swa")):
+            with mock.patch.object(module, "triton", triton):
+                module._amend_triton()
+        wrapped = (source.make_ir, triton.runtime.build._build, places[here].triton_key)
+        found.append(here if all(not hasattr(f.__wrapped__, "__wrapped__") for f in wrapped) else "twice")
+    return found
+
+
+def test_triton_is_amended_once(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(amends).result() == ["cache", "compiler"]
 
 
 def read_late(path: Path) -> tuple[set[str], set[str], float]:
