@@ -2,10 +2,12 @@
 
 Usage: python benchmarks/run.py OUT.json [--seconds 560] [--only fla,own,...] [--layers mamba2,...] [--jobs 14]
                                          [--archive FILE.tgz]
-       python benchmarks/run.py OUT.json --report [--png FILE] [--ratios FILE]
+       python benchmarks/run.py OUT.json --report [--png FILE] [--ratios FILE] [--runs FILE.json ...]
 Rows that OUT.json has are kept, so a run that was cut short goes on where it stopped. First everything that is still to
 be measured is compiled, in `--jobs` processes side by side; then each layer is measured in a process of its own.
 `--archive` unpacks what fla's autotuner chose before into Triton's cache, which saves an hour (peers_autotune.tgz).
+What fla takes depends on what its autotuner has chosen: `--runs` names results of other runs, whose fastest of fla's
+times are held against ours, too.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ Rows: TypeAlias = dict[tuple[str, Shape, str], Row]  # by layer, shape and who c
 
 FIRST, LARGE, LONG = (8, 2048, 16, 64), (4, 8192, 16, 128), (1, 32768, 16, 128)
 SHAPES: tuple[Shape, ...] = (FIRST, LARGE, LONG, (32, 512, 8, 64), (2, 4096, 32, 64))
+TIMES = ("forward", "both", "graph_forward", "graph_both")
 SHORT = (64, 256, 16, 64)  # as many tokens as FIRST, in sequences whose units torch.compile unrolls in time
 LENGTHS: tuple[Shape, ...] = ((8, 512, 16, 64), (8, 1024, 16, 64), (8, 4096, 16, 64), (8, 8192, 16, 64))
 PEERED = "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa".split()
 BLOCKS = "delta_net gated_delta_net gla".split()
 EXACT = "lattice_dec"
+FASTEST = "fla's fastest run"
 OWN = [
     "lattice_dec:b=64",
     "lattice_dec:b=64:project=0",
@@ -99,15 +103,17 @@ class Bar:
     better: str = "above"
 
 
-def against_fla(what: str, layers: Iterable[str] = PEERED, worst: bool = False) -> Callable[[Rows], float | None]:
+def against_fla(
+    what: str, layers: Iterable[str] = PEERED, worst: bool = False, who: str = "fla"
+) -> Callable[[Rows], float | None]:
     """Geometric mean, or the worst, of fla's time over ours, over all layers and shapes where both were measured."""
 
     def value(rows: Rows) -> float | None:
         ratios = [
-            report.over(getattr(rows[layer, shape, "fla"], what), getattr(rows[layer, shape, "ttmdsl triton"], what))
+            report.over(getattr(rows[layer, shape, who], what), getattr(rows[layer, shape, "ttmdsl triton"], what))
             for layer in layers
             for shape in SHAPES
-            if (layer, shape, "fla") in rows and (layer, shape, "ttmdsl triton") in rows
+            if (layer, shape, who) in rows and (layer, shape, "ttmdsl triton") in rows
         ]
         found = [ratio for ratio in ratios if ratio is not None]
         if not found:
@@ -141,6 +147,8 @@ def bars() -> Iterator[Bar]:
         yield Bar(f"fla / ours, {title}, geometric mean", against_fla(what), 2.0)
         for layer in PEERED:
             yield Bar(f"fla / ours, {title}, {layer}, worst shape", against_fla(what, [layer], worst=True), worst)
+        yield Bar(f"{FASTEST} / ours, {title}, geometric mean", against_fla(what, who=FASTEST), 2.0)
+        yield Bar(f"{FASTEST} / ours, {title}, worst", against_fla(what, worst=True, who=FASTEST), worst)
     floors = {("mamba2", "forward"): 2.5, ("gated_delta_net", "forward"): 4.0, ("gated_delta_net", "both"): 7.0}
     for (layer, what), most in floors.items():
         for shape in (FIRST, LARGE):
@@ -189,12 +197,24 @@ def bars() -> Iterator[Bar]:
                     yield Bar(title, ratio((layer, part.shapes[0], triton, what)), most, "below")
 
 
-def print_report(path: Path) -> None:
+def with_fastest(rows: Sequence[Row], runs: Iterable[Path]) -> list[Row]:
+    """The rows, and for each of fla's one with the least of its times there and in other runs."""
+    found: dict[tuple[str, Shape], Row] = {}
+    for row in (row for some in (rows, *map(report.saved, runs)) for row in some):
+        if row.who == "fla" and not row.failed:
+            known = found.setdefault((row.layer, row.shape), replace(row, who=FASTEST))
+            both = {what: (getattr(known, what), getattr(row, what)) for what in TIMES}
+            found[row.layer, row.shape] = replace(
+                known, **{w: min(filter(None, t), default=None) for w, t in both.items()}
+            )
+    return [*rows, *(found[row.layer, row.shape] for row in rows if row.who == "fla" and not row.failed)]
+
+
+def print_report(rows: Sequence[Row]) -> None:
     """The table of rows, and every figure with its bar."""
     from rich.console import Console
 
-    rows = report.saved(path)
-    Console(width=170).print(report.table(rows))
+    Console(width=170).print(report.table([row for row in rows if row.who != FASTEST]))
     known = {(row.layer, row.shape, row.who): row for row in rows if not row.failed or row.failed.startswith(STEP)}
     print()
     for bar in bars():
@@ -289,6 +309,9 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--png", type=Path, help="with --report: the times over T")
     parser.add_argument("--ratios", type=Path, help="with --report: fla's times over ours, as in the README")
+    parser.add_argument(
+        "--runs", type=Path, nargs="*", default=[], help="with --report: results with other times of fla"
+    )
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
@@ -296,14 +319,15 @@ def main() -> None:
         compile_case(Case(**{**fields, "shape": tuple(fields["shape"])}))
         return
     if args.report:
-        print_report(args.out)
+        rows = with_fastest(report.saved(args.out), args.runs)
+        print_report(rows)
         if args.png:
             over_lengths = {FIRST, *LENGTHS}
             layers = next(part.layers for part in PARTS if part.name == "lengths")
-            rows = [r for r in report.saved(args.out) if r.shape in over_lengths and r.layer in layers]
-            report.draw(rows, args.png)
+            report.draw([r for r in rows if r.shape in over_lengths and r.layer in layers], args.png)
         if args.ratios:
-            report.draw_ratios([r for r in report.saved(args.out) if r.layer in PEERED], "fla", args.ratios)
+            peers = ["fla", FASTEST] if args.runs else ["fla"]
+            report.draw_ratios([r for r in rows if r.layer in PEERED], peers, args.ratios)
         return
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")

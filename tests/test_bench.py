@@ -424,7 +424,8 @@ def test_the_table_says_what_is_known() -> None:
 def test_the_plot(tmp_path: Path) -> None:
     report.draw([MINE, THEIRS, BROKEN], tmp_path / "times.png")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
-    report.draw_ratios([MINE, THEIRS, BROKEN], THEIRS.who, tmp_path / "ratios.png")
+    faster = replace(THEIRS, who="the fastest")
+    report.draw_ratios([MINE, THEIRS, BROKEN, faster], [THEIRS.who, faster.who], tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -438,12 +439,19 @@ def test_whole_blocks_are_not_held_against_a_function() -> None:
 def test_every_figure_of_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmarks = Path(__file__).parent.parent / "benchmarks"
     script = runpy.run_path(str(benchmarks / "run.py"))
-    report.save(tmp_path / "rows.json", {}, [MINE, THEIRS])
-    script["print_report"](tmp_path / "rows.json")
+    assert MINE.forward
+    report.save(tmp_path / "other.json", {}, [replace(THEIRS, forward=MINE.forward / 2, both=1e3)])
+    script["print_report"](script["with_fastest"]([MINE, THEIRS], [tmp_path / "other.json"]))
     out = capsys.readouterr().out
     assert "fla / ours, forward, geometric mean" in out
     (line,) = [line for line in out.splitlines() if line.startswith("fla / ours, forward, mamba2")]
     assert line.split()[-5:] == ["2.00", "met", "(at", "least", "1.1)"]
+    (line,) = [line for line in out.splitlines() if line.startswith("fla's fastest run / ours, forward, worst")]
+    assert line.split()[-5:] == ["0.50", "MISSED", "(at", "least", "1.1)"]
+    (line,) = [
+        line for line in out.splitlines() if line.startswith("fla's fastest run / ours, forward + backward, worst")
+    ]
+    assert line.split()[-5:] == ["1.50", "met", "(at", "least", "1.2)"]
     assert "not measured" in out
     part = script["PARTS"][0]
     left = script["missing"](part, "mamba2", [MINE])

@@ -169,18 +169,21 @@ def beside(rows: Sequence[Row], peer: str) -> list[tuple[Row, Row]]:
     return [(row, theirs[row.layer, row.shape]) for row in ours if (row.layer, row.shape) in theirs]
 
 
-def draw_ratios(rows: Sequence[Row], peer: str, path: Path) -> None:
-    """A peer's time over ours, a point for each layer and shape, logarithmic: above 1 ours is faster."""
+def draw_ratios(rows: Sequence[Row], peers: Sequence[str], path: Path) -> None:
+    """Peers' times over ours, a point for each layer and shape, hollow for all but the first peer; logarithmic: above 1
+    ours is faster."""
     figure = _figure(4)
-    pairs = beside(rows, peer)
-    layers = list(dict.fromkeys(ours.layer for ours, _ in pairs))
+    pairs = {peer: beside(rows, peer) for peer in peers}
+    layers = list(dict.fromkeys(ours.layer for ours, _ in pairs[peers[0]]))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (title, value) in zip(panels, _PLOTTED.items(), strict=True):
-        for i, shape in enumerate(dict.fromkeys(ours.shape for ours, _ in pairs)):
-            points = [(layers.index(a.layer), over(value(b), value(a))) for a, b in pairs if a.shape == shape]
-            known = [(x, y) for x, y in points if y is not None]
-            label = ", ".join(map(str, shape))
-            axes.plot([x for x, _ in known], [y for _, y in known], "o", color=f"C{i}", alpha=0.8, label=label)
+        for i, shape in enumerate(dict.fromkeys(ours.shape for ours, _ in pairs[peers[0]])):
+            for peer in peers:
+                points = [(layers.index(a.layer), over(value(b), value(a))) for a, b in pairs[peer] if a.shape == shape]
+                known = [(x, y) for x, y in points if y is not None]
+                first = peer == peers[0]
+                style = {"label": ", ".join(map(str, shape))} if first else {"fillstyle": "none"}
+                axes.plot([x for x, _ in known], [y for _, y in known], "o", color=f"C{i}", alpha=0.8, **style)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set(yscale="log", title=title)
         axes.set_xticks(range(len(layers)), layers, rotation=30, ha="right", fontsize=8)
@@ -188,7 +191,8 @@ def draw_ratios(rows: Sequence[Row], peer: str, path: Path) -> None:
         axes.set_yticks([], minor=True)
         axes.yaxis.set_major_formatter("{x:g}×")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"time of {peer} / time of ours")
+    hollow = f" (hollow: {', '.join(peers[1:])})" if peers[1:] else ""
+    panels[0].set_ylabel(f"time of {peers[0]} / time of ours{hollow}", fontsize=8)
     panels[1].legend(title="B, T, H, D", fontsize=7, title_fontsize=7)
     _write(figure, path)
 
