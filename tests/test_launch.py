@@ -25,13 +25,10 @@ class Kernel:
         self.looked_up: list[dict[str, Any]] = []
         self.direct: list[dict[str, Any]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def run(*positional: Any, **named: Any) -> Any:
-            bound = dict(zip(self.arg_names, positional, strict=False)) | named
-            self.looked_up.append({"grid": grid, **{n: bound[n] for n in self.arg_names}})
-            return Compiled(self) if self.compiles else None
-
-        return run
+    def start(self, grid: tuple[int, ...], *positional: Any, **named: Any) -> Any:
+        bound = dict(zip(self.arg_names, positional, strict=False)) | named
+        self.looked_up.append({"grid": grid, **{n: bound[n] for n in self.arg_names}})
+        return Compiled(self) if self.compiles else None
 
 
 class Compiled:
