@@ -182,11 +182,11 @@ def test_a_cached_load_is_quick(place: Path) -> None:
     output(python(LOAD))
     script = f"{LOAD}; import sys; assert 'sympy' not in sys.modules"
     seconds(script)  # the bytecode
-    assert min(seconds(script) for _ in range(3)) < 0.15
+    assert any(seconds(script) < 0.15 for _ in range(3))
 
 
 @pytest.mark.slow
 def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
     """Two seconds; on a machine that takes long for sympy alone, twelve times as long as that."""
     sympy = min(seconds("import sympy") for _ in range(3))
-    assert min(seconds(LOAD, TTM_CACHE_DIR=str(tmp_path / str(n))) for n in range(4)) < max(2, 12 * sympy)
+    assert any(seconds(LOAD, TTM_CACHE_DIR=str(tmp_path / str(n))) < max(2, 12 * sympy) for n in range(4))
