@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
+from ttmdsl import plan as planning
 from ttmdsl import staging
 from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
@@ -96,6 +98,32 @@ def saved_otherwise(found: Plan) -> set[str]:
 @every_plan
 def test_what_is_saved_is_loaded_as_it_was_saved(form: Form, found: Plan) -> None:
     assert not saved_otherwise(found)
+
+
+@pytest.mark.parametrize(("name", "consts"), [("trellis", {"b": 16}), ("titans", {"b": 64}), ("yaad", {"b": 16})])
+def test_pieces_amid_a_group_go_the_way_of_whole_groups(
+    name: str, consts: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which costs little more than the one that is found by looking; another form has no such way, and looks."""
+    whole, pieces = (forms(name, consts)[kind] for kind in ("chunk", "resumed"))
+    tokens = int(consts["b"])
+    choice = plan("chunk", whole, tokens).choice
+    backward, ways = planning._backward, list[planning.Way]()
+
+    def counted(name: str, way: planning.Way, *rest: Any) -> Any:
+        ways.append(way)
+        return backward(name, way, *rest)
+
+    monkeypatch.setattr(planning, "_backward", counted)
+    chosen = plan("resumed", pieces, tokens, choice)
+    assert len(ways) == 1
+    assert chosen.choice == choice
+    looked_for = plan("resumed", pieces, tokens)
+    assert len(ways) > 2
+    weight = weights(tokens)
+    some, least = (sum(cost(k, weight) for k in found.kernels()) for found in (chosen, looked_for))
+    assert some < 1.15 * least
+    assert plan("resumed", pieces, tokens, replace(choice, way=99)).choice.way < 99
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ttt_mlp", "chunk"), ("ttt_mlp", "resumed"), ("titans", "chunk")])

@@ -82,8 +82,8 @@ Division = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found by looking for what is cheapest: of the ways to the gradients (`_ways`) the number, and which of
-    the gradients share kernels."""
+    """What was found by looking for what is cheapest: the number of the `Way` to the gradients, and which of these
+    share kernels."""
 
     way: int
     division: Division

@@ -395,7 +395,7 @@ def _peak_of_loads(segment: tuple[Node, ...], weight: Weight, dim: str) -> float
 
 def _segments(order: Sequence[Node], weight: Weight, dim: str) -> Iterator[list[Sequence[Node]]]:
     """The order cut into pieces that have room, each at the place in its last part where least crosses; and once more
-    into pieces with a little less."""
+    into such as spill a little."""
     last = {a: i for i, n in enumerate(order) for a in operands(n)}
     values = Work(order, (), operands, weight, _outside(order))
     totals = [_totals([n], weight, dim) for n in order]
