@@ -199,15 +199,20 @@ def bars() -> Iterator[Bar]:
 
 def with_fastest(rows: Sequence[Row], runs: Iterable[Path]) -> list[Row]:
     """The rows, and for each of fla's one with the least of its times there and in other runs."""
-    found: dict[tuple[str, Shape], Row] = {}
-    for row in (row for some in (rows, *map(report.saved, runs)) for row in some):
-        if row.who == "fla" and not row.failed:
-            known = found.setdefault((row.layer, row.shape), replace(row, who=FASTEST))
-            both = {what: (getattr(known, what), getattr(row, what)) for what in TIMES}
-            found[row.layer, row.shape] = replace(
-                known, **{w: min(filter(None, t), default=None) for w, t in both.items()}
-            )
-    return [*rows, *(found[row.layer, row.shape] for row in rows if row.who == "fla" and not row.failed)]
+    theirs = [row for some in (rows, *map(report.saved, runs)) for row in some if row.who == "fla" and not row.failed]
+
+    def least(of: Row, what: str) -> float | None:
+        times = (getattr(row, what) for row in theirs if (row.layer, row.shape) == (of.layer, of.shape))
+        return min(filter(None, times), default=None)
+
+    return [
+        *rows,
+        *(
+            replace(row, who=FASTEST, **{what: least(row, what) for what in TIMES})
+            for row in rows
+            if row.who == "fla" and not row.failed
+        ),
+    ]
 
 
 def print_report(rows: Sequence[Row]) -> None:

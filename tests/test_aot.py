@@ -1,11 +1,11 @@
 """Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
 
-What is covered in bfloat16, forward and backward: all kernels of each form by Triton 3.6 at head size 64 for sm_90, but
-of what is like lattice_dec those alone for tokens from the start of a group on, since the others differ in little;
-these by the newest at 64 for sm_80 and, of layers unlike one another, at 128 for sm_90. The rest of the matrix (both
-versions, three head sizes, two targets) takes a quarter of an hour on two cores, and CI has that for all that it does:
-`python tests/aot_matrix.py` compiles it and writes docs/aot.md. A kernel fails that does not compile, or that wants
-more shared memory than its target has. Spilled registers are no failure: they are listed after the tests.
+What is covered in bfloat16, forward and backward: all kernels of each form by Triton 3.6 at head size 64 for sm_90; by
+the newest, of the forms for tokens from the start of a group on, since the others' kernels differ in little, at 64 for
+sm_80 and, but for what is like lattice_dec, at 128 for sm_90. The rest of the matrix (both versions, three head sizes,
+two targets) takes a quarter of an hour on two cores, and CI has that for all that it does: `python tests/aot_matrix.py`
+compiles it and writes docs/aot.md. A kernel fails that does not compile, or that wants more shared memory than its
+target has. Spilled registers are no failure: they are listed after the tests.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
 
 LIKE_LATTICE_DEC = {v for v in VARIANTS if v.startswith(("lattice_enc", "lattice_sim"))}
-# beside others of their kind, and the fifteen large kernels of trellis
-WIDE = {*VARIANTS} - LIKE_LATTICE_DEC - {"linear_attention", "delta_net", "trellis:b=16"}
 FROM_A_START = "_(chunk|token)_"  # what kernels' names begin with that take whole groups of tokens
 CACHE = Path(__file__).parent.parent / ".triton"
 MUON = """layer Muon {
@@ -115,13 +113,13 @@ def old() -> Iterator[Compiler]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in LIKE_LATTICE_DEC])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_newest_triton(variant: str, newest: Compiler, record_property: Any) -> None:
     newest.judge(Job(variant, 64, "sm_80", "bfloat16", named=FROM_A_START), record_property)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v in WIDE])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in LIKE_LATTICE_DEC])
 def test_wide_heads(variant: str, newest: Compiler, record_property: Any) -> None:
     newest.judge(Job(variant, 128, "sm_90", "bfloat16", named=FROM_A_START), record_property)
 
@@ -129,8 +127,7 @@ def test_wide_heads(variant: str, newest: Compiler, record_property: Any) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_triton_36(variant: str, old: Compiler, record_property: Any) -> None:
-    named = FROM_A_START if variant in LIKE_LATTICE_DEC else OF_OP
-    old.judge(Job(variant, 64, "sm_90", "bfloat16", named=named), record_property)
+    old.judge(Job(variant, 64, "sm_90", "bfloat16", named=OF_OP), record_property)
 
 
 @pytest.mark.slow

@@ -52,17 +52,13 @@ def test_a_layer_is_exported_under_its_own_name(layer: str) -> None:
     assert getattr(module, layer) is module.op
 
 
-BY_ITERATIONS = ("atlas", "atlas_pp")  # Newton-Schulz at every token takes long, in whatever groups
-
-
 def variants() -> list[tuple[str, dict[str, float]]]:
     """Every layer as it is shipped, and those with groups of tokens also with groups of 1 and of 3."""
     found: list[tuple[str, dict[str, float]]] = []
     for layer, cells in ROWS.items():
         if layer in ttmdsl.layers():
             default = re.search(r"\bb=(\d+)", cells[3])
-            groups = (3,) if layer in BY_ITERATIONS else (1, 3)
-            found += [(layer, {}), *((layer, {"b": b}) for b in groups if default and int(default[1]) != b)]
+            found += [(layer, {}), *((layer, {"b": b}) for b in (1, 3) if default and int(default[1]) != b)]
     return found
 
 
