@@ -1,9 +1,11 @@
 """Parity of the Triton backend, outputs, states and all gradients, against float64; a process per layer.
 
 Usage: python benchmarks/verify.py [OUT.json] [--layers a,b:b=16 | all] [--heads 32,60,64,128] [--tokens 1,63,2048,8192]
-                                   [--seconds 560] [--device cuda | cpu] [--kept FOLDER]
+                                   [--drawn 60 --seed 1] [--seconds 560] [--device cuda | cpu] [--kept FOLDER]
 On a CPU Triton interprets the kernels, and bfloat16 is rounded as a GPU does (ttmdsl/interpreted.py): that shows what
 the arithmetic loses, and nothing of what a GPU's compiler makes of it.
+
+--drawn takes that many layers which nobody wrote (ttmdsl/strategies.py) in place of those named.
 
 In float64 token by token, a deep memory takes minutes at 2048 tokens. FOLDER keeps what the oracle found: --oracle-only
 fills it, on a machine that has the time, and a later run takes it from there. Beside a miss stands what the oracle
@@ -34,8 +36,8 @@ VARIANTS = (
 ).split()
 
 
-# A variant, head sizes, lengths, dtypes, and what `parity` is to be told.
-Job = tuple[str, list[int], list[int], list[str], dict[str, Any]]
+# A variant, its spec if it is not a shipped layer's, head sizes, lengths, dtypes, and what `parity` is to be told.
+Job = tuple[str, str, list[int], list[int], list[str], dict[str, Any]]
 
 
 def run(job: Job) -> list[dict[str, object]]:
@@ -47,9 +49,12 @@ def run(job: Job) -> list[dict[str, object]]:
     from ttmdsl.drawing import Shape
     from ttmdsl.parity import parity
 
-    variant, heads, tokens, dtypes, how = job
-    name, consts = parse_variant(variant)
-    module = ttmdsl.load(name, **consts)
+    variant, text, heads, tokens, dtypes, how = job
+    if text:
+        module = ttmdsl.compile(text)
+    else:
+        name, consts = parse_variant(variant)
+        module = ttmdsl.load(name, **consts)
     rows = []
     for head in heads:
         for T in tokens:
@@ -88,6 +93,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--layers", default=",".join(VARIANTS))
+    parser.add_argument("--drawn", type=int, default=0, help="that many drawn layers in place of --layers")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn layers")
     parser.add_argument("--heads", default="32,60,64,128")
     parser.add_argument("--tokens", default="1,63,2048,8192")
     parser.add_argument("--dtypes", default="bfloat16,float32")
@@ -101,26 +108,32 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # the processes read it where kernels are defined
     end = time.monotonic() + args.seconds
     heads, tokens = [int(h) for h in args.heads.split(",")], [int(t) for t in args.tokens.split(",")]
-    layers = ttmdsl.layers() if args.layers == "all" else args.layers.split(",")
+    layers = dict.fromkeys(ttmdsl.layers() if args.layers == "all" else args.layers.split(","), "")
+    if args.drawn:
+        from ttmdsl.strategies import distinct
+
+        layers = {f"drawn {args.seed}.{i}": text for i, text in enumerate(distinct(args.drawn, args.seed))}
     largest_first = sorted(heads, reverse=True)
     results: list[dict[str, object]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     known = {(r["variant"], r["D"], r["T"], r["dtype"]) for r in results}
     dtypes = args.dtypes.split(",")
     how = {"backends": [] if args.oracle_only else ["triton"], "device": args.device, "kept": args.kept}
-    jobs = [(v, [h], tokens, dtypes, how) for h in largest_first for v in layers]
-    jobs = [job for job in jobs if not {(job[0], job[1][0], t, d) for t in tokens for d in dtypes} <= known]
+    jobs = [(v, text, [h], tokens, dtypes, how) for h in largest_first for v, text in layers.items()]
+    jobs = [job for job in jobs if not {(job[0], job[2][0], t, d) for t in tokens for d in dtypes} <= known]
     with ProcessPoolExecutor(args.jobs, mp_context=mp.get_context("spawn"), max_tasks_per_child=1) as pool:
         waiting = {pool.submit(_until, end, job): job for job in jobs}
         for future in as_completed(waiting):
             try:
                 rows = future.result()
             except Exception as error:  # the process is gone
-                print(f"LOST {waiting[future][:2]}: {error}", flush=True)
+                print(f"LOST {waiting[future][0]} {waiting[future][2]}: {error}", flush=True)
                 continue
             results += rows
             for r in rows:
                 if not r["ok"]:
                     print("MISS", {k: v for k, v in r.items() if k != "trace"}, flush=True)
+            if layers[waiting[future][0]] and not all(r["ok"] for r in rows):
+                print(layers[waiting[future][0]], flush=True)
             for dtype in dtypes:
                 mine = [r for r in rows if r["dtype"] == dtype]
                 if mine:
