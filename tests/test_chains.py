@@ -15,13 +15,15 @@ import ttmdsl
 from ttmdsl.builder import Builder
 from ttmdsl.chains import chains, smallest_crossing, walks
 from ttmdsl.drawing import Shape, draw
-from ttmdsl.ir import TOKEN_AXES, Node, Program, enlarged, is_product, reachable
+from ttmdsl.ir import TOKEN_AXES, Node, Program, is_product, reachable
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.parity import parity
-from ttmdsl.plan import Plan, plan, walking
+from ttmdsl.plan import Plan, plan
+from ttmdsl.rounding import enlarged, steep
+from ttmdsl.scans import walking
 from ttmdsl.schedule import FULL
-from ttmdsl.staging import ROOM, alive, steep
+from ttmdsl.staging import ROOM, alive
 
 # three memories, each linear in itself, whose readouts are one another's: what is read of the first two is added
 SLOTS = """layer Slots {

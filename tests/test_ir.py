@@ -14,7 +14,7 @@ from ir_eval import Interpreter, draw_leaf, spread
 from torch import Tensor
 
 from ttmdsl.builder import Builder, substitute
-from ttmdsl.ir import Axes, Node, Program, addends, depends_on, enlarged, factors, reachable, verify
+from ttmdsl.ir import Axes, Node, Program, addends, depends_on, factors, reachable, verify
 
 DIMS = ("i", "j", "k")
 SIZES = {"t": 3, "i": 2, "j": 4, "k": 3}
@@ -274,23 +274,6 @@ def test_dependence(b: Builder) -> None:
     left, right = b.map("tanh", x), b.map("tanh", y)
     assert depends_on([b.add(left, right)], [x]) == {x, left, b.add(left, right)}
     assert depends_on([right], [x]) == set()
-
-
-def test_what_enlarges_rounding(b: Builder) -> None:
-    x, k = b.leaf("token", "x", ("t", "i")), b.leaf("token", "k", ("t", "i"))
-    weights = b.leaf("token", "w", ("t", "s"))
-    twice = b.mul(x, k)
-
-    def of(node: Node) -> set[Node]:
-        return enlarged(reachable([node])) & {x, k, weights, twice}
-
-    assert of(b.map("exp2", twice)) == {twice, x, k}  # an exponent
-    assert of(b.cumsum(b.sum(twice, {"i"}), "t")) >= {x, k}  # sums up to every token, by way of one over a dim
-    assert not of(b.map("tanh", twice))
-    later = b.rename(x, "t", "s")
-    assert not of(b.cumsum(b.contract(weights, later, {"s"}), "t"))  # which rounds them anyway
-    square = b.contract(weights, b.rename(b.rename(weights, "s", "u"), "t", "s"), {"s"})
-    assert of(b.map("exp2", square)) == {weights}  # weights of tokens it does not
 
 
 def test_a_program_prints(b: Builder) -> None:

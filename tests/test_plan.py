@@ -13,30 +13,31 @@ import torch
 from ir_eval import Interpreter, draw_leaf
 from test_differentiate import LAYERS, SIZES, forms
 
-from ttmdsl import plan as planning
 from ttmdsl import staging
+from ttmdsl import ways as searching
 from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
-from ttmdsl.ir import PAST, Node, Program, enlarged, is_matmul, is_product, original, reachable
+from ttmdsl.ir import PAST, Node, Program, is_matmul, is_product, operands, original, reachable
 from ttmdsl.kernels import Kernel
 from ttmdsl.loader import read
 from ttmdsl.lower import Form
 from ttmdsl.options import Options
 from ttmdsl.pipeline import run
-from ttmdsl.plan import Plan, free_axis, plan, split, walks_at
+from ttmdsl.plan import Plan, plan
+from ttmdsl.rounding import enlarged
+from ttmdsl.scans import free_axis, walks_at
 from ttmdsl.schedule import FULL, Work, tiles_first, weights
 from ttmdsl.staging import (
     ROOM,
     alive,
     computed,
     cost,
-    operands,
     ordered,
     peak_of_loads,
     spilled_at_128,
     staged,
-    steep,
 )
+from ttmdsl.ways import split
 from ttmdsl.write_kernel import saved_name, turned
 
 
@@ -108,13 +109,13 @@ def test_pieces_amid_a_group_go_the_way_of_whole_groups(
     whole, pieces = (forms(name, consts)[kind] for kind in ("chunk", "resumed"))
     tokens = int(consts["b"])
     choice = plan("chunk", whole, tokens).choice
-    backward, ways = planning._backward, list[planning.Way]()
+    backward, ways = searching._backward, list[searching.Way]()
 
-    def counted(name: str, way: planning.Way, *rest: Any) -> Any:
+    def counted(name: str, way: searching.Way, *rest: Any) -> Any:
         ways.append(way)
         return backward(name, way, *rest)
 
-    monkeypatch.setattr(planning, "_backward", counted)
+    monkeypatch.setattr(searching, "_backward", counted)
     chosen = plan("resumed", pieces, tokens, choice)
     assert len(ways) == 1
     assert chosen.choice == choice
@@ -360,25 +361,6 @@ def test_a_rounded_state_is_loaded_for_sums_of_products_alone(form: Form, found:
                 roles = {original(a).role for a in n.args}
                 assert is_matmul(n) or (n.op == "contract" and roles <= {"carry", "cocarry"})
                 assert n not in kernel.wide
-
-
-@pytest.mark.parametrize(
-    ("name", "consts", "expected"),
-    [("lattice_enc", {"b": 4, "project": 0}, True), ("ttt_norm", {"b": 4}, False), ("gated_delta_net", {}, False)],
-)
-def test_products_are_wide_where_a_state_is_divided_by_its_length(
-    name: str, consts: dict[str, float], expected: bool
-) -> None:
-    form = forms(name, consts)["chunk"]
-    found = plan("chunk", form)
-    assert steep(form.forward) == expected
-    for kernel in found.kernels():
-        chain = reachable((v for _, v in kernel.carried), set(kernel.given))
-        careful = expected and kernel.kind == "scan" and not kernel.reverse
-        products = {n for n in chain if is_product(n)} if careful else set()
-        assert kernel.wide >= products
-        assert bool(kernel.wide) == bool(products)
-        assert not careful or kernel.exact.issuperset((*kernel.saves, *kernel.given))
 
 
 def test_y_is_read_later_where_products_are_wide_and_units_long() -> None:

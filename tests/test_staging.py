@@ -6,9 +6,9 @@ import pytest
 from test_differentiate import forms
 
 from ttmdsl import staging
-from ttmdsl.ir import ENLARGING, enlarged
 from ttmdsl.kernels import Kernel
 from ttmdsl.plan import plan
+from ttmdsl.rounding import ENLARGING, enlarged
 from ttmdsl.schedule import weights
 from ttmdsl.staging import cost
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, enlarged, is_large, is_matmul, reachable, rounds_operands
+from ttmdsl.ir import DEAR, Node, Program, Role, depends_on, is_large, is_matmul, reachable
 from ttmdsl.network import NEVER, UNIT, Network
+from ttmdsl.rounding import enlarged, rounds_operands
 from ttmdsl.schedule import Weight
 
 # what it counts, beside a tile that is passed on in half precision, that something dear is computed in a walk, and not

@@ -14,8 +14,9 @@ from ttmdsl.kernel_text import KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
-from ttmdsl.plan import Choice, Plan, free_axis, plan, walks_at
+from ttmdsl.plan import Plan, plan
 from ttmdsl.replay import replay
+from ttmdsl.scans import free_axis, walks_at
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
 from ttmdsl.state import POSITION
@@ -23,6 +24,7 @@ from ttmdsl.templates import render
 from ttmdsl.tile_sums import handed_on, regrouped
 from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, in_step, signature, tuned_table, without_gradients
+from ttmdsl.ways import Choice
 from ttmdsl.write_alone import step_alone
 from ttmdsl.write_kernel import saved_name, write_kernel
 from ttmdsl.write_stages import StageTexts, write_stages

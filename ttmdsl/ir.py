@@ -43,7 +43,7 @@ w_t . w_s = w[t,s] r_t r_s + a_t c_s + c_t a_s.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -71,8 +71,6 @@ TOKEN_AXES: Axes = (PAST, *UNIT_AXES)  # these few are no columns of a product, 
 DECAYED = frozenset({"decay_dot", "decay_mix", "decay_mix_t"})
 # what takes much longer than a product of tiles
 DEAR = DECAYED | {"tri_inv"}
-# what enlarges the rounding of what it takes
-ENLARGING = frozenset({"exp2", "log2", "cumsum"})
 ELEMENTWISE = frozenset(
     "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid softplus abs sign step select".split()
 )
@@ -178,12 +176,6 @@ def is_matmul(node: Node) -> bool:
         return False
     a, b = node.args
     return len(a.axes) == len(b.axes) == 2 and set(a.axes) & set(b.axes) == set(node.reduced)
-
-
-def rounds_operands(node: Node) -> bool:
-    """Whether a value is a product of matrices that takes its operands in the inputs' dtype: not one of weights of
-    tokens."""
-    return is_matmul(node) and any(map(has_dim, node.args))
 
 
 def original(node: Node) -> Node:
@@ -333,17 +325,10 @@ def depends_on(
     return tainted
 
 
-def enlarged(nodes: Sequence[Node]) -> set[Node]:
-    """What these values, operands first, take and enlarge the rounding of: what leads, by way of no product of tiles,
-    which would round it anyway, to an exponent, to a product under decays, or to sums up to every token, such as
-    gradients of decays, which are differences of what is summed up."""
-    found: set[Node] = set()
-    for n in reversed(nodes):
-        if n.op in ENLARGING or (n in found and not rounds_operands(n)):
-            found.update(n.args)
-        elif n.op in DECAYED:
-            found.update(n.args[2:])
-    return found
+@functools.lru_cache(1 << 14)
+def operands(node: Node) -> tuple[Node, ...]:
+    """What a value is made of; of a tile with three axes, which no kernel holds, what that is made of."""
+    return tuple(x for a in node.args for x in (a.args if len(a.axes) > 2 else (a,)))
 
 
 def tied(program: Program, role: Role, roots: Iterable[Node] | None = None) -> set[Node]:

@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, constant, enlarged, is_product, nearest, reachable, tied
+from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, constant, is_product, nearest, operands
 from ttmdsl.kernels import Kernel
 from ttmdsl.network import NEVER, UNIT, Network
-from ttmdsl.padding import singular
+from ttmdsl.rounding import taken_exactly
 from ttmdsl.schedule import (
     BLOCK,
     WORKING,
@@ -215,23 +215,6 @@ def _taken_exactly(kernel: Kernel) -> set[Node]:
     return taken_exactly([n for n in kernel.nodes if n not in kernel.given], kernel.program)
 
 
-def taken_exactly(nodes: Sequence[Node], program: Program) -> set[Node]:
-    """What these values of a program, operands first, take in float32: where they enlarge what rounding leaves out; in
-    a steep one everywhere but in products, which would round it anyway."""
-    taken = {a for n in nodes if not is_product(n) for a in operands(n)}
-    return taken if steep(program) else taken & enlarged(nodes)
-
-
-def steep(program: Program) -> bool:
-    """Whether a state meets a function that is infinite at 0, as it does where it is divided by its own length.
-
-    The shorter the state, the more such a function enlarges what rounding has added to it, unit after unit.
-    """
-    chained = tied(program, "carry")
-    nodes = reachable(program.ends().values())
-    return any(singular(n) and n in chained and not any(x in TOKEN_AXES for x in n.axes) for n in nodes)
-
-
 def _gates_last(kernel: Kernel, weight: Weight, most: float) -> list[tuple[float, list[Kernel]]]:
     """The kernel cut so that gradients of gates, which are found of sums over tiles, come after those of vectors, if it
     costs clearly less than `most`; before it what it costs, as far as that is known."""
@@ -362,12 +345,6 @@ def _price(kernels: Sequence[Kernel], weight: Weight, most: float = math.inf) ->
 @functools.lru_cache(1 << 14)
 def is_input(node: Node) -> bool:
     return node.op in ("leaf", "size") or constant(node) is not None
-
-
-@functools.lru_cache(1 << 14)
-def operands(node: Node) -> tuple[Node, ...]:
-    """What a value is made of; of a tile with three axes, which no kernel holds, what that is made of."""
-    return tuple(x for a in node.args for x in (a.args if len(a.axes) > 2 else (a,)))
 
 
 def _crossing(node: Node, cheap: Container[Node]) -> list[Node]:

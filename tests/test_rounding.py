@@ -1,0 +1,141 @@
+"""What rounding does to a program: what enlarges it, and the chains of products along which it adds up."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from typing import cast
+
+import pytest
+from test_differentiate import forms
+
+from ttmdsl.builder import Builder
+from ttmdsl.ir import Node, Program, is_product, reachable
+from ttmdsl.plan import plan
+from ttmdsl.rounding import CHAIN, FEW, adding_up, enlarged, steep
+
+
+@pytest.fixture
+def b() -> Builder:
+    return Builder(("i", "j", "k"))
+
+
+def test_what_enlarges_rounding(b: Builder) -> None:
+    x, k = b.leaf("token", "x", ("t", "i")), b.leaf("token", "k", ("t", "i"))
+    weights = b.leaf("token", "w", ("t", "s"))
+    twice = b.mul(x, k)
+
+    def of(node: Node) -> set[Node]:
+        return enlarged(reachable([node])) & {x, k, weights, twice}
+
+    assert of(b.map("exp2", twice)) == {twice, x, k}  # an exponent
+    assert of(b.cumsum(b.sum(twice, {"i"}), "t")) >= {x, k}  # sums up to every token, by way of one over a dim
+    assert not of(b.map("tanh", twice))
+    later = b.rename(x, "t", "s")
+    assert not of(b.cumsum(b.contract(weights, later, {"s"}), "t"))  # which rounds them anyway
+    square = b.contract(weights, b.rename(b.rename(weights, "s", "u"), "t", "s"), {"s"})
+    assert of(b.map("exp2", square)) == {weights}  # weights of tokens it does not
+
+
+def chain(b: Builder, x: Node, lengths: int) -> list[Node]:
+    """Products of tiles, each of the one before it and a function of it in between."""
+    found = [x]
+    for i in range(lengths):
+        of, to = ("i", "j") if i % 2 == 0 else ("j", "i")
+        found.append(b.map("tanh", b.contract(found[-1], b.leaf("param", f"w{i}", (of, to)), {of})))
+    return [n.args[0] for n in found[1:]]
+
+
+@pytest.mark.parametrize("length", [CHAIN - 1, CHAIN, CHAIN + 1, CHAIN + 3])
+def test_all_but_the_last_products_of_long_chains(b: Builder, length: int) -> None:
+    x = b.leaf("token", "x", ("t", "i"))
+    products = chain(b, x, length)
+    short = chain(b, b.leaf("token", "z", ("t", "i")), CHAIN)
+    found = adding_up(program(b, {"y": products[-1], "z": short[-1]}), program(b, {"d:x": products[0]}))
+    assert found == (frozenset(products[:-FEW]) if length > CHAIN else frozenset())
+    assert not adding_up(Program("chunk", ("i", "j"), b, {"y": products[-1]}, "j"), program(b, {}))
+
+
+def test_chains_go_on_in_the_next_unit(b: Builder) -> None:
+    products = chain(b, b.leaf("carry", "S", ("t", "i")), 6)
+    assert CHAIN < 12
+    forward = program(b, {"carry:S": b.map("tanh", products[-1])})
+    assert adding_up(forward, program(b, {})) == frozenset(products)
+    back = chain(b, b.leaf("cocarry", "S", ("t", "i")), 6)
+    assert adding_up(program(b, {}), program(b, {"carry:S": b.map("tanh", back[-1])})) == frozenset(back)
+
+
+def test_a_product_of_inputs_rounds_nothing(b: Builder) -> None:
+    q, k = (b.leaf("token", name, (axis, "i")) for name, axis in (("q", "t"), ("k", "s")))
+    scores = b.contract(q, k, {"i"})
+    products = chain(b, b.contract(b.map("tanh", scores), k, {"s"}), CHAIN - 1)
+    assert not adding_up(program(b, {"y": products[-1]}), program(b, {}))
+    more = chain(b, products[-1], 2)
+    found = adding_up(program(b, {"y": more[-1]}), program(b, {}))
+    assert found
+    assert scores not in found
+
+
+def program(b: Builder, outputs: dict[str, Node]) -> Program:
+    return Program("chunk", ("i", "j"), b, outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "consts", "expected"),
+    [("lattice_enc", {"b": 4, "project": 0}, True), ("ttt_norm", {"b": 4}, False), ("gated_delta_net", {}, False)],
+)
+def test_products_are_wide_where_a_state_is_divided_by_its_length(
+    name: str, consts: dict[str, float], expected: bool
+) -> None:
+    form = forms(name, consts)["chunk"]
+    found = plan("chunk", form)
+    assert steep(form.forward) == expected
+    for kernel in found.kernels():
+        chain = reachable((v for _, v in kernel.carried), set(kernel.given))
+        careful = expected and kernel.kind == "scan" and not kernel.reverse
+        products = {n for n in chain if is_product(n)} if careful else set()
+        assert kernel.wide >= products
+        assert bool(kernel.wide) == bool(products)
+        assert not careful or kernel.exact.issuperset((*kernel.saves, *kernel.given))
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_products_are_wide_where_their_rounding_adds_up(tokens: int) -> None:
+    form = forms("trellis", {"b": tokens})["chunk"]
+    found = plan("chunk", form, tokens)
+    long = adding_up(found.forward[0].program, found.backward[-1].program)
+    assert len(long) > 5
+    for kernel in found.kernels():
+        assert kernel.wide == long.intersection(kernel.nodes)
+    assert all(k.wide for k in found.forward if k.kind == "scan")
+    assert not any(k.wide for k in plan("chunk", forms("ttt_linear", {"b": 4})["chunk"]).kernels())
+
+
+def lost_at_unit_keys() -> dict[str, float]:
+    """What y and gradients lose in half precision at keys of unit length, by way of a long chain; in the other process.
+
+    But gradients of decays, differences of sums over all later tokens.
+    """
+    import torch
+
+    from ttmdsl.bench.subjects import Case, tensors
+    from ttmdsl.interpreted import rounded
+    from ttmdsl.parity import relative_error
+
+    case = Case("trellis:b=64", (1, 192, 2, 64), device="cpu")
+    module = case.load()
+    torch.manual_seed(0)
+    given = {k: t.detach() for k, t in tensors(module, case).items()}
+    weight = torch.randn(given["v"].shape).bfloat16()
+    found = []
+    for backend, dtype in (("torch", torch.float64), ("triton", None)):
+        x = {k: t.to(dtype or t.dtype, copy=True).requires_grad_() for k, t in given.items()}
+        with rounded():
+            y, _ = module.op(**x, backend=backend)
+            y.backward(weight.to(y.dtype))
+        found.append({"y": y.detach(), **{k: cast(torch.Tensor, t.grad) for k, t in x.items() if k != "log_beta"}})
+    exact, got = found
+    return {k: relative_error(got[k].double(), exact[k].double()) for k in exact}
+
+
+def test_a_long_chain_keeps_what_half_precision_has(interpreter: ProcessPoolExecutor) -> None:
+    assert max(interpreter.submit(lost_at_unit_keys).result().values()) < 5e-3
