@@ -58,6 +58,7 @@ class TritonPrinter(Printer):
         self.ordering = 0  # the number of the order
         self.placing = Loads.LATE  # where values are loaded that are no variables yet
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
+        self.apart: Container[Node] = ()  # operands of products, by which nothing before them is laid out
         self.few = False  # whether a unit has fewer tokens than `ROWS`
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
@@ -233,6 +234,7 @@ class TritonPrinter(Printer):
                 a, b, left, right = b, a, right, left
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
+            left = f"_apart({left})" if a in self.apart else left
             # weights of tokens are made of gates: they have no rounding to share with an input
             weights = not has_dim(a) and not has_dim(b)
             if node in self.wide:

@@ -12,10 +12,10 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 
-from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Node, has_dim, is_matmul
+from ttmdsl.ir import DECAYED, ELEMENTWISE, PAST, TOKEN_AXES, UNIT_AXES, Node, has_dim, is_matmul
 
 Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
@@ -52,6 +52,7 @@ class Loads(Enum):
 
 
 ROWS = 64  # of a product that four warps compute
+WAY = 20  # tiles found one of the other that are worth a trip through shared memory (measured)
 BLOCK = 64  # columns that kernels take of a dim at once where they walk over it, or their grid splits it
 
 
@@ -185,6 +186,28 @@ def wide_last(order: Sequence[Node], operands: Operands) -> list[Node]:
             if later.isdisjoint(square):
                 return [n for n in order if n not in later] + [n for n in order if n in later]
     return [*order]
+
+
+def drawn_out(nodes: Sequence[Node], outside: Container[Node]) -> set[Node]:
+    """Operands of products that follow from `WAY` tiles and more by work on single elements, among these values.
+
+    Of products with fewer rows than `ROWS` every warp takes all of these, and Triton lays out so, on every warp, all
+    that leads to one, as far as the loads.
+    """
+
+    def way(operand: Node) -> int:
+        found, stack = {operand}, [operand]
+        while stack:
+            n = stack.pop()
+            near = [] if n in outside else n.args
+            more = {a for a in near if len(a.axes) > 1 and a.op in (*ELEMENTWISE, "rename", "expand")} - found
+            found |= more
+            stack.extend(more)
+        return sum(n.op in ELEMENTWISE and n not in outside for n in found)
+
+    products = [n for n in nodes if n not in outside and is_matmul(n) and n.axes[0] in UNIT_AXES]
+    rows = {a for n in products for a in n.args if n.axes[0] in a.axes}
+    return {a for a in rows if way(a) >= WAY}
 
 
 def wider_order(

@@ -34,7 +34,7 @@ from ttmdsl.print_triton import (
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
-from ttmdsl.schedule import FULL, ROWS, Loads, Weight, weights
+from ttmdsl.schedule import FULL, ROWS, Loads, Weight, drawn_out, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
@@ -82,6 +82,7 @@ class KernelWriter:
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
         text.uses |= {"place" for n in nodes if n.op == "diagonal" and n.attr[1] == PAST and n not in given}
         text.uses |= {"wide" for n in nodes if n in printer.wide and n not in given}
+        text.uses |= {"apart"} if printer.apart else set()
         text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
 
     def _sized(self, nodes: list[Node], dim: str) -> bool:
@@ -385,6 +386,7 @@ def write_kernel(
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
         printer.ordering, printer.placing = number, Loads.of(number, kernel.kind == "scan")
         printer.turned, printer.few = turned(kernel), tokens < ROWS
+        printer.apart = drawn_out(kernel.nodes, kernel.given) if printer.few and kernel.kind == "map" else ()
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone)
         if kernel.kind == "scan":
             _write_scan(kernel, writer)
