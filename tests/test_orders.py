@@ -20,7 +20,19 @@ from ttmdsl.ir import TOKEN_AXES, Node, is_matmul, reachable
 from ttmdsl.lower import Lowered
 from ttmdsl.options import SHIPPED, Options
 from ttmdsl.pipeline import run
-from ttmdsl.schedule import ELSEWHERE, ORDERS, RISE, Loads, order_by, peak, wide_last, with_early_loads, with_loads
+from ttmdsl.schedule import (
+    ELSEWHERE,
+    ORDERS,
+    RISE,
+    WAY,
+    Loads,
+    drawn_out,
+    order_by,
+    peak,
+    wide_last,
+    with_early_loads,
+    with_loads,
+)
 from ttmdsl.tuning import CONFIG, Entry, Table, Tables, without_gradients
 from ttmdsl.write_kernel import _when_used
 
@@ -110,6 +122,39 @@ def test_a_product_of_tokens_by_a_dim_is_the_last_if_it_can_be(nodes: list[Node]
     square = [n for n in rows if n.axes[1] in TOKEN_AXES]
     if rows and rows[-1] in square:
         assert all(any(n in reachable([s]) for s in square) for n in rows if n not in square)
+
+
+def drawn(b: Builder, x: Node, count: int, y: Node) -> Node:
+    """So many tiles, each of the one before it."""
+    for i in range(count):
+        x = b.map("tanh", x) if i % 2 else b.mul(x, y)
+    return x
+
+
+def test_a_product_lays_out_no_long_way_that_leads_to_it() -> None:
+    b = Builder(("i", "j", "k"))
+    x, y, state = b.leaf("token", "x", ("t", "i")), b.leaf("token", "y", ("t", "i")), b.leaf("carry", "S", ("i", "j"))
+    long, short = drawn(b, x, WAY, y), drawn(b, x, WAY - 1, y)
+    products = [b.contract(n, state, {"i"}) for n in (long, short)]
+    nodes = reachable(products)
+    assert drawn_out(nodes, ()) == {long}
+    # what is given ends a way, as a product does
+    assert not drawn_out(nodes, {drawn(b, x, 2, y)})
+    later = drawn(b, products[0], WAY - 1, b.rename(y, "i", "j"))
+    assert drawn_out(reachable([b.contract(later, b.rename(state, "i", "k"), {"j"})]), ()) == {long}
+    # of a sum over tokens every warp takes some rows
+    assert not drawn_out(reachable([b.contract(long, b.rename(y, "i", "j"), {"t"})]), ())
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(16, True), (64, False)])
+def test_ways_are_apart_in_maps_of_units_of_few_tokens(tokens: int, expected: bool) -> None:
+    text = (LAYERS / "trellis.ttm").read_text(encoding="utf-8")
+    done = str(run(text, "trellis", {"b": tokens}, Options(cache=Path())).done["emit"])
+    kernels = re.split(r"(?m)^ +@_Kernel\n", done)
+    apart = {k.partition("(")[0].split()[-1] for k in kernels if "_apart(" in k.partition('"""')[2]}
+    named = {n for n in apart if n.startswith("_chunk")}
+    assert bool(named) == expected
+    assert not any("scan" in n for n in named)
 
 
 def test_a_kernel_has_the_orders_that_tables_name_and_no_others() -> None:
