@@ -61,6 +61,7 @@ CONSTANTS = [
     "DOT",
     "PRECISION",
     "INVERSE",
+    "BY_WARP",
     "KEEP",
     "EVEN",
     "SEGMENT",

@@ -234,7 +234,11 @@ class TritonPrinter(Printer):
                 a, b, left, right = b, a, right, left
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
-            left = f"_apart({left})" if a in self.apart else left
+            rows = next(x for x in a.axes if x != over[0])
+            if self.few and rows in UNIT_AXES:
+                left = f"_apart({left}, True)" if a in self.apart else left
+            elif b in self.apart:
+                right = f"_apart({right}, BY_WARP)"
             # weights of tokens are made of gates: they have no rounding to share with an input
             weights = not has_dim(a) and not has_dim(b)
             if node in self.wide:

@@ -191,8 +191,8 @@ def wide_last(order: Sequence[Node], operands: Operands) -> list[Node]:
 def drawn_out(nodes: Sequence[Node], outside: Container[Node]) -> set[Node]:
     """Operands of products that follow from `WAY` tiles and more by work on single elements, among these values.
 
-    Of products with fewer rows than `ROWS` every warp takes all of these, and Triton lays out so, on every warp, all
-    that leads to one, as far as the loads.
+    What every warp takes all of Triton lays out so, on every warp, and all that leads to it, as far as the loads: the
+    rows of products that have fewer than `ROWS`; of others, before Hopper, what they are multiplied by.
     """
 
     def way(operand: Node) -> int:
@@ -205,9 +205,8 @@ def drawn_out(nodes: Sequence[Node], outside: Container[Node]) -> set[Node]:
             stack.extend(more)
         return sum(n.op in ELEMENTWISE and n not in outside for n in found)
 
-    products = [n for n in nodes if n not in outside and is_matmul(n) and n.axes[0] in UNIT_AXES]
-    rows = {a for n in products for a in n.args if n.axes[0] in a.axes}
-    return {a for a in rows if way(a) >= WAY}
+    taken = {a for n in nodes if n not in outside and is_matmul(n) for a in n.args}
+    return {a for a in taken if way(a) >= WAY}
 
 
 def wider_order(

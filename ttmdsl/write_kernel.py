@@ -44,7 +44,7 @@ from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
-    " LEN GROUP PER DOT PRECISION INVERSE KEEP SEGMENT EVEN ORDER row head back slot inside token program"
+    " LEN GROUP PER DOT PRECISION INVERSE BY_WARP KEEP SEGMENT EVEN ORDER row head back slot inside token program"
     " step block lane here there begin fresh piece slot_0 tokens row_s".split()
 )
 
@@ -386,7 +386,7 @@ def write_kernel(
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
         printer.ordering, printer.placing = number, Loads.of(number, kernel.kind == "scan")
         printer.turned, printer.few = turned(kernel), tokens < ROWS
-        printer.apart = drawn_out(kernel.nodes, kernel.given) if printer.few and kernel.kind == "map" else ()
+        printer.apart = drawn_out(kernel.nodes, kernel.given) if kernel.kind == "map" else ()
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone)
         if kernel.kind == "scan":
             _write_scan(kernel, writer)
