@@ -199,20 +199,17 @@ def bars() -> Iterator[Bar]:
 
 def with_fastest(rows: Sequence[Row], runs: Iterable[Path]) -> list[Row]:
     """The rows, and for each of fla's one with the least of its times there and in other runs."""
-    theirs = [row for some in (rows, *map(report.saved, runs)) for row in some if row.who == "fla" and not row.failed]
+
+    def of_fla(rows: Iterable[Row]) -> list[Row]:
+        return [row for row in rows if row.who == "fla" and not row.failed]
+
+    theirs = of_fla([*rows, *(row for run in runs for row in report.saved(run))])
 
     def least(of: Row, what: str) -> float | None:
         times = (getattr(row, what) for row in theirs if (row.layer, row.shape) == (of.layer, of.shape))
         return min(filter(None, times), default=None)
 
-    return [
-        *rows,
-        *(
-            replace(row, who=FASTEST, **{what: least(row, what) for what in TIMES})
-            for row in rows
-            if row.who == "fla" and not row.failed
-        ),
-    ]
+    return [*rows, *(replace(row, who=FASTEST, **{what: least(row, what) for what in TIMES}) for row in of_fla(rows))]
 
 
 def print_report(rows: Sequence[Row]) -> None:

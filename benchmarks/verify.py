@@ -123,17 +123,18 @@ def main() -> int:
     with ProcessPoolExecutor(args.jobs, mp_context=mp.get_context("spawn"), max_tasks_per_child=1) as pool:
         waiting = {pool.submit(_until, end, job): job for job in jobs}
         for future in as_completed(waiting):
+            variant, text, head, *_ = waiting[future]
             try:
                 rows = future.result()
             except Exception as error:  # the process is gone
-                print(f"LOST {waiting[future][0]} {waiting[future][2]}: {error}", flush=True)
+                print(f"LOST {variant} {head}: {error}", flush=True)
                 continue
             results += rows
             for r in rows:
                 if not r["ok"]:
                     print("MISS", {k: v for k, v in r.items() if k != "trace"}, flush=True)
-            if layers[waiting[future][0]] and not all(r["ok"] for r in rows):
-                print(layers[waiting[future][0]], flush=True)
+            if text and not all(r["ok"] for r in rows):
+                print(text, flush=True)
             for dtype in dtypes:
                 mine = [r for r in rows if r["dtype"] == dtype]
                 if mine:

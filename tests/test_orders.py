@@ -137,11 +137,15 @@ def test_a_product_lays_out_no_long_way_that_leads_to_it() -> None:
     long, short = drawn(b, x, WAY, y), drawn(b, x, WAY - 1, y)
     products = [b.contract(n, state, {"i"}) for n in (long, short)]
     nodes = reachable(products)
-    assert drawn_out(nodes, ()) == {long}
+    assert drawn_out(nodes, (), (), True) == {products[0]: long}
+    # of more rows warps share those, and each takes all that they are multiplied by
+    assert not drawn_out(nodes, (), (), False)
+    assert drawn_out(nodes, (), products, False) == {products[0]: long}
     # what is given ends a way, as a product does
-    assert not drawn_out(nodes, {drawn(b, x, 2, y)})
+    assert not drawn_out(nodes, {drawn(b, x, 2, y)}, (), True)
     later = drawn(b, products[0], WAY - 1, b.rename(y, "i", "j"))
-    assert drawn_out(reachable([b.contract(later, b.rename(state, "i", "k"), {"j"})]), ()) == {long}
+    last = b.contract(later, b.rename(state, "i", "k"), {"j"})
+    assert drawn_out(reachable([last]), (), (), True) == {products[0]: long}
 
 
 @pytest.mark.parametrize("tokens", [16, 64])

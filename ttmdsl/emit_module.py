@@ -348,7 +348,7 @@ def _clashes(text: str, alias: str) -> bool:
         return True
     text = text.removesuffix(f"{alias} = op\n")
     # what no name can stand behind; a table of a large module's names takes a third of a second
-    if not any(not re.match(r"[\w\"'.]", text[m.start() - 1]) for m in re.finditer(rf"{alias}(?!\w)", text)):
+    if all(re.match(r"[\w\"'.]", text[m.start() - 1]) for m in re.finditer(rf"{alias}(?!\w)", text)):
         return False
     module = symtable.symtable(text, "module", "exec")
     tables = [module]

@@ -6,7 +6,7 @@ Does not know kernels or plans.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
@@ -58,7 +58,7 @@ class TritonPrinter(Printer):
         self.ordering = 0  # the number of the order
         self.placing = Loads.LATE  # where values are loaded that are no variables yet
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
-        self.apart: Container[Node] = ()  # operands of products, by which nothing before them is laid out
+        self.apart: Mapping[Node, Node] = {}  # by product an operand that lays out nothing before it
         self.few = False  # whether a unit has fewer tokens than `ROWS`
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
@@ -234,11 +234,9 @@ class TritonPrinter(Printer):
                 a, b, left, right = b, a, right, left
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
-            rows = next(x for x in a.axes if x != over[0])
-            if self.few and rows in UNIT_AXES:
-                left = f"_apart({left}, True)" if a in self.apart else left
-            elif b in self.apart:
-                right = f"_apart({right}, BY_WARP)"
+            held = self.apart.get(node)
+            left = f"_apart({left}, True)" if held is a else left
+            right = f"_apart({right}, BY_WARP)" if held is b else right
             # weights of tokens are made of gates: they have no rounding to share with an input
             weights = not has_dim(a) and not has_dim(b)
             if node in self.wide:

@@ -90,6 +90,7 @@ def adding_up(forward: Program, backward: Program) -> frozenset[Node]:
     nodes = reachable([*forward.outputs.values(), *backward.outputs.values()])
     ends = {("carry", name): end for name, end in forward.ends().items()}
     ends |= {("cocarry", name): end for name, end in backward.ends().items()}
+    adds = {n for n in nodes if _adds(n)}
     before: dict[Node, int] = {}
     after: dict[Node, int] = {}
     for _ in range(2):  # units
@@ -99,12 +100,12 @@ def adding_up(forward: Program, backward: Program) -> frozenset[Node]:
         before = {}
         for n in nodes:
             start = first.get((n.role, n.name), 0)
-            before[n] = max((before[a] for a in operands(n)), default=start) + _adds(n)
+            before[n] = max((before[a] for a in operands(n)), default=start) + (n in adds)
         for n in reversed(nodes):
-            follow = after.setdefault(n, 0) + _adds(n)
+            follow = after.setdefault(n, 0) + (n in adds)
             for a in operands(n):
                 after[a] = max(after.get(a, 0), follow)
-    return frozenset(n for n in nodes if _adds(n) and after[n] >= FEW and before[n] + after[n] > CHAIN)
+    return frozenset(n for n in adds if after[n] >= FEW and before[n] + after[n] > CHAIN)
 
 
 def _adds(node: Node) -> bool:

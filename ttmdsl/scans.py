@@ -62,14 +62,14 @@ def scans_of(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Ker
         return least
     if tiles(whole) <= ROOM:
         return [whole]
-    beside = {name: (k.name, tiles(k) - held(k)) for k in least for name, _ in k.carried}
+    beside = {name: (k.name, tiles(k) - _held(k)) for k in least for name, _ in k.carried}
 
     def price(kernels: Iterable[Kernel]) -> float:
         """A scan of several walks spills in each of them, beside the states of all."""
         spills = 0.0
         for k in (k for k in kernels if k.kind == "scan"):
             each = dict(beside[name] for name, _ in k.carried).values()
-            spills += max(spilled(tiles(k)), sum(spilled(beside_it + held(k)) for beside_it in each))
+            spills += max(spilled(tiles(k)), sum(spilled(beside_it + _held(k)) for beside_it in each))
         return spills + sum(work(k) if k.kind == "scan" else cost(k, weight) for k in kernels)
 
     ways = [least]
@@ -79,7 +79,7 @@ def scans_of(whole: Kernel, saved: tuple[Node, ...], weight: Weight) -> list[Ker
     return min(ways, key=price)
 
 
-def held(scan: Kernel) -> float:
+def _held(scan: Kernel) -> float:
     """The tiles that a scan holds from unit to unit."""
     return sum(map(FULL, scan.walked()))
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 
-from ttmdsl.ir import DECAYED, ELEMENTWISE, PAST, TOKEN_AXES, UNIT_AXES, Node, has_dim, is_matmul
+from ttmdsl.ir import DECAYED, ELEMENTWISE, PAST, TOKEN_AXES, UNIT_AXES, Node, has_dim, is_matmul, reachable
 
 Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
@@ -188,25 +188,27 @@ def wide_last(order: Sequence[Node], operands: Operands) -> list[Node]:
     return [*order]
 
 
-def drawn_out(nodes: Sequence[Node], outside: Container[Node]) -> set[Node]:
-    """Operands of products that follow from `WAY` tiles and more by work on single elements, among these values.
+def drawn_out(nodes: Iterable[Node], outside: Container[Node], turned: Container[Node], few: bool) -> dict[Node, Node]:
+    """By product the operand that every warp takes all of, where it follows from `WAY` tiles and more by work on single
+    elements, among these values: Triton lays out so, on every warp, all that leads to it, as far as the loads.
 
-    What every warp takes all of Triton lays out so, on every warp, and all that leads to it, as far as the loads: the
-    rows of products that have fewer than `ROWS`; of others, before Hopper, what they are multiplied by.
+    Of products with fewer rows than `ROWS`, in units of `few` tokens, these are the rows; of others, before Hopper,
+    what they are multiplied by. `turned`: products that are found transposed.
     """
 
-    def way(operand: Node) -> int:
-        found, stack = {operand}, [operand]
-        while stack:
-            n = stack.pop()
-            near = [] if n in outside else n.args
-            more = {a for a in near if len(a.axes) > 1 and a.op in (*ELEMENTWISE, "rename", "expand")} - found
-            found |= more
-            stack.extend(more)
-        return sum(n.op in ELEMENTWISE and n not in outside for n in found)
+    def tiles(node: Node) -> tuple[Node, ...]:
+        single = node.op in ELEMENTWISE or node.op in ("rename", "expand")
+        return tuple(a for a in node.args if len(a.axes) > 1) if single else ()
 
-    taken = {a for n in nodes if n not in outside and is_matmul(n) for a in n.args}
-    return {a for a in taken if way(a) >= WAY}
+    def way(operand: Node) -> int:
+        return sum(n.op in ELEMENTWISE and n not in outside for n in reachable([operand], outside, tiles))
+
+    taken = {}
+    for n in (n for n in nodes if n not in outside and is_matmul(n)):
+        rows = n.axes[n in turned]
+        by_rows = few and rows in UNIT_AXES
+        taken[n] = next(a for a in n.args if (rows in a.axes) == by_rows)
+    return {n: a for n, a in taken.items() if way(a) >= WAY}
 
 
 def wider_order(

@@ -63,7 +63,7 @@ def cheapest(
             continue
         price, kernels, divisions[way.kind] = found
         # what is saved is written once, too
-        price += len(way.cuts) + (twice(kernels, way.have) if careful else 0)
+        price += len(way.cuts) + (_twice(kernels, way.have) if careful else 0)
         if price < least:
             least, best = price, (way, kernels, Choice(number, divisions[way.kind]))
     assert best  # the first has no price to beat
@@ -117,7 +117,7 @@ def _backward(
     return way.doubt * price + chain + spilled_at_128(kernels, weight), kernels, division
 
 
-def twice(kernels: Iterable[Kernel], exact: tuple[Node, ...]) -> int:
+def _twice(kernels: Iterable[Kernel], exact: tuple[Node, ...]) -> int:
     """What it costs more to load these values in float32; by scans no more than by others, as it is copied ahead."""
     tiles = {n for n in exact if is_token_tile(n)}
     return sum(len(tiles.intersection(k.given)) for k in kernels)

@@ -371,6 +371,8 @@ def write_kernel(
     """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
     that are in the inputs' dtype; `tokens`: of a unit; `alone`: what one token's step finds by itself."""
     weight = weights(tokens)
+    transposed, few = turned(kernel), tokens < ROWS
+    apart = drawn_out(kernel.nodes, kernel.given, transposed, few) if kernel.kind == "map" else {}
 
     def write(number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
         text = KernelText(
@@ -385,8 +387,7 @@ def write_kernel(
         text.signature = _signature(kernel, text.way, rounded)
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
         printer.ordering, printer.placing = number, Loads.of(number, kernel.kind == "scan")
-        printer.turned, printer.few = turned(kernel), tokens < ROWS
-        printer.apart = drawn_out(kernel.nodes, kernel.given) if kernel.kind == "map" else ()
+        printer.turned, printer.few, printer.apart = transposed, few, apart
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone)
         if kernel.kind == "scan":
             _write_scan(kernel, writer)
