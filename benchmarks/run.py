@@ -353,7 +353,7 @@ def main() -> None:
     for part in chosen:
         for layer in part.layers:
             measure(part, layer, args.out, end)
-    print_report(args.out)
+    print_report(report.saved(args.out))
 
 
 if __name__ == "__main__":

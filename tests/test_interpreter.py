@@ -216,6 +216,43 @@ def of_tile(layer: str, name: str, x: Any, number: int, precision: str) -> Any:
     return y
 
 
+def transposed(name: str) -> list[float]:
+    """By how much a product of tiles differs where its dims come first: of 64 tokens by more dims, and by as many; in
+    the other process."""
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    trans = InterpreterBuilder.create_trans
+    globals()["dot"] = getattr(ttmdsl.load("lattice_dec", b=64, project=0), name)
+
+    @triton.jit
+    def kernel(a_ptr, b_ptr, y_ptr, N: tl.constexpr, DIMS_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+        rows, columns, over = tl.arange(0, 64)[:, None], tl.arange(0, N)[None, :], tl.arange(0, 32)
+        a = tl.load(a_ptr + rows * 32 + over[None, :])
+        b = tl.load(b_ptr + over[:, None] * N + columns)
+        tl.store(y_ptr + rows * N + columns, dot(a, b, tl.bfloat16, "tf32", DIMS_FIRST))  # noqa: F821
+
+    found, turned = [], []
+    for n in (128, 64):
+        a, b, y = torch.randn(64, 32), torch.randn(32, n), torch.zeros(2, 64, n)
+        for i in range(2):
+            with mock.patch.object(InterpreterBuilder, "create_trans", autospec=True, side_effect=trans) as turns:
+                kernel[(1,)](a, b, y[i], n, bool(i))
+            turned.append(turns.called)
+        found.append(float((y[0] - y[1]).norm() / y[0].norm()))
+    assert turned == [False, True, False, False]
+    return found
+
+
+@pytest.mark.parametrize("name", ["_tile_dot", "_wide_dot"])
+def test_products_whose_dims_come_first_are_the_same(name: str, interpreter: ProcessPoolExecutor) -> None:
+    wide, narrow = interpreter.submit(transposed, name).result()
+    assert wide < 1e-6
+    assert narrow == 0
+
+
 def newton_schulz() -> tuple[float, float]:
     """What a matrix of almost one direction loses in Newton-Schulz, in tf32 and in full; in the other process."""
     import torch

@@ -296,7 +296,11 @@ def test_candidates_are_what_a_kernel_can_make_use_of() -> None:
     for kernel in ("token scan 0 products 5", "chunk scan in rounds 3 products 5", "pairs read: weighs"):
         assert not any("copied" in c for c in candidates(replace(SCAN, kernel=kernel)))
     assert {c["block"] for c in scans} == {32, 64}
-    assert {c["block"] for c in candidates(replace(SCAN, tiles=(64, 128, 128)))} == {32, 64, 128}
+    wide = candidates(replace(SCAN, tiles=(64, 128, 128)))
+    assert {c["block"] for c in wide} == {32, 64, 128}
+    assert {c["num_warps"] for c in wide if "dims_first" in c} == {8}
+    for other in (SCAN, replace(SCAN, tiles=(32, 128, 128)), replace(SCAN, tiles=(64, 128, 128), bytes=4)):
+        assert not any("dims_first" in c for c in candidates(other))
     assert [(c["num_warps"], c.get("maxnreg")) for c in candidates(MAP)] == [(2, None), (4, None), (8, None), (4, 168)]
     assert not any("maxnreg" in c for c in scans)
     assert all("block" not in c and c["num_stages"] == 1 for c in candidates(MAP))

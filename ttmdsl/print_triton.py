@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import PAST, UNIT_AXES, Axes, Node, base_dim, constant, has_dim, is_matmul, original
+from ttmdsl.ir import PAST, TOKEN_AXES, UNIT_AXES, Axes, Node, base_dim, constant, has_dim, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
 from ttmdsl.schedule import Loads, Weight, order_by, peak, wide_last, with_early_loads
@@ -239,9 +239,12 @@ class TritonPrinter(Printer):
             right = f"_apart({right}, BY_WARP)" if held is b else right
             # weights of tokens are made of gates: they have no rounding to share with an input
             weights = not has_dim(a) and not has_dim(b)
-            if node in self.wide:
-                return f"_wide_dot({left}, {right}, DOT, PRECISION)"
-            return f"_tile_dot({left}, {right}, {'tl.float32, INVERSE' if weights else self.dot})"
+            wide = node in self.wide
+            how = "DOT, PRECISION" if wide else "tl.float32, INVERSE" if weights else self.dot
+            rows, columns = (x for n in (a, b) for x in n.axes if x not in over)
+            if how.startswith("DOT") and not self.few and rows in UNIT_AXES and columns not in TOKEN_AXES:
+                how += ", DIMS_FIRST"
+            return f"{'_wide_dot' if wide else '_tile_dot'}({left}, {right}, {how})"
         union = self.builder.order((*a.axes, *b.axes))
         product = f"{at(left, a.axes, union)} * {at(right, b.axes, union)}"
         return self._reduce("sum", product, union, over)

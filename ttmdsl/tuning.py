@@ -36,6 +36,7 @@ CONFIG = {
     "block": (16, 32, 64, 128, 256),  # the width of the blocks that a scan's grid splits a free dim into
     "chunk": (16, 32, 64, 128),  # tokens of a unit
     "order": tuple(range(1, 16)),  # in which a kernel computes and loads its values: by the numbers of schedule.py
+    "dims_first": (1,),  # products of 64 tokens by more dims are found as their transposes, which eight warps share
     "copied": (0,),  # of a scan's tensors those alone are copied to shared memory ahead that products take, not all
 }
 

@@ -226,7 +226,7 @@ def _config(tiles: dict[str, Any], options: dict[str, Any]) -> dict[str, int]:
     configuration that says nothing; and all tensors are copied ahead, where these find room."""
     config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
     fewer = config.get("num_stages", 1) > 1 and tiles.get("STAGES", 0) is None
-    return config | ({"copied": 0} if fewer else {})
+    return config | ({"dims_first": 1} if tiles.get("DIMS_FIRST") else {}) | ({"copied": 0} if fewer else {})
 
 
 def times(trial: Trial) -> Times:

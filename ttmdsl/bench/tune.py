@@ -236,7 +236,8 @@ def _long(base: Times, facts: Facts, settings: Settings) -> list[str]:
 def candidates(entry: Entry) -> list[Config]:
     """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim or
     the kernel walks over one, fewer registers where a multiprocessor has room for one block more then, or ptxas may put
-    what a walk over tokens waits for in another order; fewer tensors copied ahead, which leaves a scan more room."""
+    what a walk over tokens waits for in another order; products of tokens by more dims as their transposes, which eight
+    warps share; fewer tensors copied ahead, which leaves a scan more room."""
     unit, way, *_ = entry.kernel.split()
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
@@ -245,6 +246,8 @@ def candidates(entry: Entry) -> list[Config]:
     found: list[Config] = [
         {"num_warps": w, "num_stages": s, **block} for w, s, block in itertools.product(warps, stages, blocks)
     ]
+    shared = unit == "chunk" and entry.bytes == 2 and entry.tiles[0] == 64 and max(entry.tiles) > 64
+    found += [{**config, "dims_first": 1} for config in found if shared and config["num_warps"] == 8]
     registers = (168,) if way == "map" else (96, 128) if unit == "token" else ()
     fewer = [{**config, "maxnreg": n} for config in found for n in registers if config["num_warps"] == 4]
     copies = unit == "chunk" and way in ("scan", "reverse") and " in rounds" not in entry.kernel
