@@ -39,7 +39,7 @@ clean:
 # What was installed, and from which lists: a stamp for each set of extras.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing ttmdsl[$*] into $(VENV); the first time takes a minute or two"
-	$(PIP) install -c constraints.txt -e '.[$*]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[$*]'
 	@touch $@
 
 $(BIN)/python:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -41,20 +42,36 @@ from ttmdsl.ways import split
 from ttmdsl.write_kernel import saved_name, turned
 
 
-def plans() -> list[tuple[str, Form, Plan]]:
-    found = []
-    for name, consts in [*LAYERS, ("gsa", {})]:
-        for kind, form in forms(name, consts).items():
-            if kind != "token":
-                found.append((f"{name} {consts} {kind}", form, plan(kind, form)))
-    return found
+FORMS = {
+    f"{name} {consts} {kind}": (kind, form)
+    for name, consts in [*LAYERS, ("gsa", {})]
+    for kind, form in forms(name, consts).items()
+    if kind != "token"
+}
 
 
-PLANS = plans()
-every_plan = pytest.mark.parametrize(("form", "found"), [p[1:] for p in PLANS], ids=[p[0] for p in PLANS])
+@functools.cache
+def planned(which: str) -> Plan:
+    """Made by the first test that asks for it."""
+    return plan(*FORMS[which])
 
 
-@every_plan
+@pytest.fixture(params=FORMS)
+def which(request: pytest.FixtureRequest) -> str:
+    """In turn, each form of some layers."""
+    return str(request.param)
+
+
+@pytest.fixture
+def form(which: str) -> Form:
+    return FORMS[which][1]
+
+
+@pytest.fixture
+def found(which: str) -> Plan:
+    return planned(which)
+
+
 def test_every_gradient_is_computed_once(form: Form, found: Plan) -> None:
     computed = [name for kernel in found.backward for name, _ in kernel.outputs]
     assert sorted(computed) == sorted(k[2:] for k in form.backward.outputs if k.startswith("d:"))
@@ -63,7 +80,6 @@ def test_every_gradient_is_computed_once(form: Form, found: Plan) -> None:
     assert len({id(kernel.program) for kernel in found.backward}) == 1
 
 
-@every_plan
 def test_every_carry_is_handed_on_once(form: Form, found: Plan) -> None:
     for kernels, program in ((found.forward, form.forward), (found.backward, form.backward)):
         carried = [name for kernel in kernels for name, _ in kernel.carried]
@@ -72,7 +88,6 @@ def test_every_carry_is_handed_on_once(form: Form, found: Plan) -> None:
     assert [name for k in found.forward for name, _ in k.outputs] == ["y"]
 
 
-@every_plan
 def test_nothing_is_used_before_it_is_there(form: Form, found: Plan) -> None:
     saved: set[object] = set()
     states: set[str] = set()
@@ -96,7 +111,6 @@ def saved_otherwise(found: Plan) -> set[str]:
     return wrong
 
 
-@every_plan
 def test_what_is_saved_is_loaded_as_it_was_saved(form: Form, found: Plan) -> None:
     assert not saved_otherwise(found)
 
@@ -133,14 +147,12 @@ def test_what_several_kernels_in_a_row_pass_on_they_also_save(name: str, kind: s
     assert not saved_otherwise(plan(kind, forms(name, {"b": 64})[kind]))
 
 
-@every_plan
 def test_names_are_unique_and_tell_the_form(form: Form, found: Plan) -> None:
     names = [kernel.name for kernel in found.kernels()]
     assert len(set(names)) == len(names)
     assert all(name.startswith(f"_{found.name}_") and name.endswith("_kernel") for name in names)
 
 
-@every_plan
 def test_a_block_of_the_free_axis_is_a_slice_of_the_whole(form: Form, found: Plan) -> None:
     """A kernel whose grid splits a dim gets a slice of every tensor that has it, and must give the same slice back."""
     generator = torch.Generator().manual_seed(0)
@@ -171,7 +183,7 @@ def test_free_axes_are_found_and_refused() -> None:
 
 
 def test_gradients_are_shared_out_in_full() -> None:
-    for _, form, _ in PLANS:
+    for _, form in FORMS.values():
         gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
         for groups in (1, 2, 3, 50):
             shares = split(form.backward, gradients, groups)
@@ -215,7 +227,6 @@ def test_kernels_in_a_row_do_not_pass_on_what_is_negated_of_what_they_pass_on(
     assert len(negated()) > len(left)  # or the above says nothing
 
 
-@every_plan
 def test_orders_with_tiles_first_are_orders(form: Form, found: Plan) -> None:
     for kernel in (k for k in found.backward if k.kind == "map"):
         nodes = computed(kernel)
@@ -225,7 +236,6 @@ def test_orders_with_tiles_first_are_orders(form: Form, found: Plan) -> None:
             assert all(place[a] < i for n, i in place.items() for a in operands(n) if a in place)
 
 
-@every_plan
 @pytest.mark.parametrize("limit", [1.0, 4.0, 8.5])
 def test_as_many_values_find_room_as_have_it(form: Form, found: Plan, limit: float) -> None:
     for kernel in (k for k in found.backward if k.kind == "map"):
@@ -237,7 +247,6 @@ def test_as_many_values_find_room_as_have_it(form: Form, found: Plan, limit: flo
             assert count == len(order) - first or peak_of_loads(order[first : first + count + 1], FULL) > limit
 
 
-@every_plan
 def test_an_order_that_is_searched_longer_is_one_and_no_worse(form: Form, found: Plan) -> None:
     weight = weights(64)
     for kernel in (k for k in found.backward if k.kind == "map"):
@@ -271,7 +280,7 @@ def test_what_wide_heads_would_spill_counts() -> None:
 def test_no_kernel_is_cut_that_costs_less_whole(tokens: int) -> None:
     weight = weights(tokens)
     cut = 0
-    for _, form, _ in PLANS:
+    for _, form in FORMS.values():
         gradients = {k[2:]: v for k, v in form.backward.outputs.items() if k.startswith("d:")}
         whole = Kernel("_all_kernel", "map", form.backward, outputs=tuple(gradients.items()))
         _, parts = staged(whole, weight)
@@ -301,7 +310,6 @@ def test_states_that_lose_nothing_are_rounded(name: str, consts: dict[str, float
     assert {(n.role, n.name) for n in found} == expected
 
 
-@every_plan
 def test_the_backward_pass_saves_nothing_again_that_it_took(form: Form, found: Plan) -> None:
     """What it saves has room of its own: of the same name, whoever took it before would have found nothing there."""
 
@@ -349,7 +357,6 @@ def test_decays_per_channel_are_summed_up_ahead_of_the_scan_that_products_take_t
             assert not ahead & {*kernel.given} or kernel in found.forward
 
 
-@every_plan
 def test_a_rounded_state_is_loaded_for_sums_of_products_alone(form: Form, found: Plan) -> None:
     rounded = found.rounded()
     for kernel in found.kernels():
@@ -431,7 +438,6 @@ def test_weights_of_tokens_alone_are_found_ahead_of_a_scan_whose_writes_are_free
         assert [k.kind for k in plan("chunk", forms(name, {})["chunk"]).forward] == ["scan"]
 
 
-@every_plan
 def test_gates_come_to_scans_by_way_of_the_kernel_before_them(form: Form, found: Plan) -> None:
     def gates(kernels: Iterable[Kernel]) -> set[Node]:
         return {n for k in kernels for n in k.leaves() if n.role == "token" and n.axes == ("t",)}
