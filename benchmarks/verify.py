@@ -112,7 +112,8 @@ def main() -> int:
     if args.drawn:
         from ttmdsl.strategies import distinct
 
-        layers = {f"drawn {args.seed}.{i} of {args.drawn}": text for i, text in enumerate(distinct(args.drawn, args.seed))}
+        drawn = distinct(args.drawn, args.seed)
+        layers = {f"drawn {args.seed}.{i} of {args.drawn}": text for i, text in enumerate(drawn)}
     largest_first = sorted(heads, reverse=True)
     results: list[dict[str, object]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     known = {(r["variant"], r["D"], r["T"], r["dtype"]) for r in results}

@@ -36,7 +36,8 @@ def triton_36() -> Path:
     if not place.exists():
         with tempfile.TemporaryDirectory(dir=ROOT, prefix=".triton36.") as temporary:
             made = Path(temporary) / "packages"
-            install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps"]
+            install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+            install += ["--no-deps", "--no-compile"]
             subprocess.run([*install, "--target", str(made), f"triton=={OLD}"], check=True)
             try:
                 made.rename(place)

@@ -41,7 +41,6 @@ from ttmdsl.staging import (
 from ttmdsl.ways import split
 from ttmdsl.write_kernel import saved_name, turned
 
-
 FORMS = {
     f"{name} {consts} {kind}": (kind, form)
     for name, consts in [*LAYERS, ("gsa", {})]
