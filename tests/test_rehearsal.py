@@ -34,13 +34,14 @@ def recorded(starts: Any, rehearsal: Any) -> Iterator[tuple[dict[Any, Any], dict
     compiled: dict[Any, Any] = {}
     started: dict[Any, Any] = {}
 
-    def rehearse(_: Any, *about: Any) -> None:
-        compiled.setdefault(*_what(*about))
+    def rehearse(_: Any, known: Any, kernel: Any, pointers: Any, place: Any, ways: Any) -> None:
+        grid, meta, options = next(ways)
+        compiled.setdefault(*_what(known, kernel, grid, pointers, place, meta, options))
 
     def start(_: Any, *about: Any) -> None:
         started.setdefault(*_what(*about))
 
-    with mock.patch.object(starts, "start", start), mock.patch.object(rehearsal, "start", rehearse):
+    with mock.patch.object(starts, "start", start), mock.patch.object(rehearsal, "fit", rehearse):
         yield compiled, started
 
 
@@ -179,6 +180,56 @@ def loads() -> tuple[int, bool]:
 
 def test_kernels_are_loaded_one_at_a_time(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(loads).result() == (1, True)
+
+
+def tries() -> tuple[list[int], list[int], bool]:
+    """In which of four ways a kernel is compiled ahead, and in which started, where the third is the first that finds
+    room; and whether a start fails where none does."""
+    module = ttmdsl.load("mamba2")
+    full = module.triton.runtime.errors.OutOfResources(300, 200, "shared memory")
+    compiled: list[int] = []
+    started: list[int] = []
+
+    def crowd(number: int) -> None:
+        if number < 3:
+            raise full
+
+    class Compiled:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        @property
+        def run(self) -> None:
+            crowd(self.number)
+
+    def warmup(*, grid: object, NUMBER: int, num_warps: int) -> Compiled:
+        compiled.append(NUMBER)
+        return Compiled(NUMBER)
+
+    def start(grid: object, *, NUMBER: int, num_warps: int) -> None:
+        started.append(NUMBER)
+        crowd(NUMBER)
+
+    kernel = SimpleNamespace(name="_a_kernel", jit=SimpleNamespace(cache_key="", warmup=warmup), size=0, start=start)
+
+    def ways(most: int) -> Iterator[Any]:
+        return (((1, 1), {"NUMBER": number}, {"num_warps": 4}) for number in range(1, most + 1))
+
+    about = "chunk", (0, 64), (0,), 2, (("d_k", 16), ("d_v", 16)), torch.float32, torch.device("cpu")
+    with mock.patch.object(module, "_ask_ptxas"), mock.patch.object(torch.cuda, "device"):
+        rehearsal = module._Rehearsal(*about)
+        rehearsal.fit(("this",), kernel, (), (), ways(4))
+        (future,) = rehearsal.begin().values()
+        future.result()
+    schedule = module._Schedule(*about)
+    found = schedule.fit(("this",), kernel, (), (), ways(4))
+    with pytest.raises(module.triton.runtime.errors.OutOfResources):
+        schedule.fit(("this",), kernel, (), (), ways(2))
+    return compiled, started, found == ((1, 1), {"NUMBER": 3}, {"num_warps": 4})
+
+
+def test_what_finds_no_room_is_compiled_in_the_next_way(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(tries).result() == ([1, 2, 3], [1, 2, 3, 1, 2], True)
 
 
 def turns() -> tuple[list[int], bool, bool, bool]:
