@@ -5,13 +5,12 @@ They run in the process of the fixture `interpreter`.
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
 import pytest
-from test_zoo import ROWS
+from test_zoo import group
 
 import ttmdsl
 
@@ -30,7 +29,7 @@ HALF: tuple[dict[str, Any], ...] = ({"label": "T=67", "tokens": 67, "dims": (64,
 HALF_STAGED: tuple[dict[str, Any], ...] = ({"label": "T=21", "tokens": 21, "dims": (64,)},)
 HALF_BY_TOKEN: tuple[dict[str, Any], ...] = ({"label": "T=37", "tokens": 37, "dims": (64,)},)
 
-GROUPED = [layer for layer in ttmdsl.layers() if re.search(r"\bb=(?!1\b)", ROWS[layer][3])]
+GROUPED = [layer for layer in ttmdsl.layers() if group(layer) > 1]
 
 # what bfloat16 costs a gradient that is the difference of sums over all tokens, at this draw (benchmarks/NOTES.md)
 KNOWN = {("titans", "grad log_alpha"): 8e-3}

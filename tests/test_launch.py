@@ -344,30 +344,29 @@ def reverse_scans_of_short_units_take_four_warps_and_scans_three_stages() -> Non
 
 
 def eight_warps_share_products_of_crowded_maps_in_heads_of_128_on_hopper() -> None:
+    def shared(module: Any, kernel: str, size: int = 128, gpu: int = 90) -> object:
+        sizes = dict.fromkeys(("d_k", "d_v"), size)
+        constants, options = next(module.kernel_launches(kernel, sizes, torch.bfloat16, gpu))
+        assert "dims_first" not in options
+        return constants["DIMS_FIRST"]
+
     found = set()
     for layer in ("rwkv7", "delta_product", "gla"):
         module = ttmdsl.load(layer)
-
-        def shared(kernel: str, size: int = 128, gpu: int = 90) -> object:
-            sizes = dict.fromkeys(("d_k", "d_v"), size)
-            constants, options = next(module.kernel_launches(kernel, sizes, torch.bfloat16, gpu))  # noqa: B023
-            assert "dims_first" not in options
-            return constants["DIMS_FIRST"]
-
         maps = {kernel: 2 * alive for kernel, (way, alive, *_) in module._KERNELS.items() if way == "map"}
         with mock.patch.object(module, "_TUNED", {}):
             least, most = module._CROWDED
             for kernel, held in maps.items():
-                assert shared(kernel) == (least < held <= most)
-                assert not shared(kernel, size=64)
-                assert not shared(kernel, gpu=80)
-            assert not any(shared(kernel) for kernel in module._KERNELS.keys() - maps.keys())
+                assert shared(module, kernel) == (least < held <= most)
+                assert not shared(module, kernel, size=64)
+                assert not shared(module, kernel, gpu=80)
+            assert not any(shared(module, kernel) for kernel in module._KERNELS.keys() - maps.keys())
         found |= {(held > least, held > most) for held in maps.values()}
         kernel = next(kernel for kernel in maps if kernel.startswith("_chunk_"))
         for config, expected in (({"num_warps": 8}, False), ({"num_warps": 8, "dims_first": 1}, True)):
             entries = {90: {kernel: (((64, 128, 128), 2, 128, config, "3.6.0"),)}}
             with mock.patch.object(module, "_TUNED", entries):
-                assert shared(kernel) is expected
+                assert shared(module, kernel) is expected
     assert found == {(False, False), (True, False), (True, True)}
 
 

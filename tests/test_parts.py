@@ -173,7 +173,7 @@ def test_parts_are_the_whole(
 LINEAR = "abc delta_net delta_product dplr gated_delta_net gla gsa hgrn2 linear_attention mamba2 rwkv7 swla".split()
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from([*LINEAR, TURNED]),
     st.tuples(st.integers(192, 330), st.integers(0, 330)),

@@ -35,7 +35,7 @@ def recorded(starts: Any, rehearsal: Any) -> Iterator[tuple[dict[Any, Any], dict
     started: dict[Any, Any] = {}
 
     def rehearse(_: Any, known: Any, kernel: Any, pointers: Any, place: Any, ways: Any) -> None:
-        grid, meta, options = next(ways)
+        grid, meta, options = next(iter(ways))
         compiled.setdefault(*_what(known, kernel, grid, pointers, place, meta, options))
 
     def start(_: Any, *about: Any) -> None:

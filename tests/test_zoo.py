@@ -52,13 +52,18 @@ def test_a_layer_is_exported_under_its_own_name(layer: str) -> None:
     assert getattr(module, layer) is module.op
 
 
+def group(layer: str) -> int:
+    """How many tokens share a gradient point if it is not told; 0 if they never do."""
+    default = re.search(r"\bb=(\d+)", ROWS[layer][3])
+    return int(default[1]) if default else 0
+
+
 def variants() -> list[tuple[str, dict[str, float]]]:
     """Every layer as it is shipped, and those with groups of tokens also with groups of 1 and of 3."""
     found: list[tuple[str, dict[str, float]]] = []
-    for layer, cells in ROWS.items():
+    for layer in ROWS:
         if layer in ttmdsl.layers():
-            default = re.search(r"\bb=(\d+)", cells[3])
-            found += [(layer, {}), *((layer, {"b": b}) for b in (1, 3) if default and int(default[1]) != b)]
+            found += [(layer, {}), *((layer, {"b": b}) for b in (1, 3) if group(layer) not in (0, b))]
     return found
 
 

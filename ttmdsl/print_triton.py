@@ -242,7 +242,7 @@ class TritonPrinter(Printer):
             wide = node in self.wide
             how = "DOT, PRECISION" if wide else "tl.float32, INVERSE" if weights else self.dot
             rows, columns = (x for n in (a, b) for x in n.axes if x not in over)
-            if how.startswith("DOT") and not self.few and rows in UNIT_AXES and columns not in TOKEN_AXES:
+            if not self.few and rows in UNIT_AXES and columns not in TOKEN_AXES:
                 how += ", DIMS_FIRST"
             return f"{'_wide_dot' if wide else '_tile_dot'}({left}, {right}, {how})"
         union = self.builder.order((*a.axes, *b.axes))
