@@ -260,7 +260,7 @@ def test_a_source_stays_a_comment_and_a_string(text: str) -> None:
     )
     emitted.encode()
     tree = ast.parse(emitted)
-    assert ast.unparse(tree.body[0]) == "import concurrent.futures"
+    assert ast.unparse(tree.body[0]) == "import bisect"
     (found,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SPEC"]
     assert ast.literal_eval(found) == source
     comments = [t.string for t in tokenize.generate_tokens(StringIO(emitted).readline) if t.type == tokenize.COMMENT]

@@ -177,6 +177,7 @@ LAYERS = {
     "swla": lambda: ttmdsl.load("swla"),
     "omega_linear": lambda: ttmdsl.load("omega_linear", c=3),
     "omega_linear in groups": lambda: ttmdsl.load("omega_linear", c=3, b=2),
+    "omega_linear in groups of two units": lambda: ttmdsl.load("omega_linear", c=20, b=128),
     "omega_linear of squares": lambda: ttmdsl.load("omega_linear", c=6, b=4, p=2),
     "normalised": lambda: ttmdsl.compile(NORMALISED.replace("(rate = eta)", "(rate = eta, batch = 3)")),
     "gated": lambda: ttmdsl.compile(GATED),
@@ -382,7 +383,16 @@ def missed(module: ModuleType, shapes: tuple[Shape, ...]) -> list[str]:
 
 # those that test_interpreter.py has not
 @pytest.mark.parametrize(
-    "name", ["omega_linear in groups", "omega_linear of squares", "normalised", "gated", "long", "passes"]
+    "name",
+    [
+        "omega_linear in groups",
+        "omega_linear in groups of two units",
+        "omega_linear of squares",
+        "normalised",
+        "gated",
+        "long",
+        "passes",
+    ],
 )
 def test_kernels_are_the_reference(name: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(kernels, name).result() == []
