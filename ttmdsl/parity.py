@@ -276,19 +276,19 @@ def _kept(
 
 
 def _steady(module: Any, shape: Shape, dtype: torch.dtype, device: torch.device, oracle: str, seed: int) -> _Steady:
-    """The draw to compare at, what the oracle makes of it in float64, and what float32 costs the oracle itself.
+    """The draw to compare at, what the oracle makes of it in float64, and what rounding costs the oracle itself.
 
-    A recurrence that diverges says nothing of a backend: gates are made smaller until what the oracle loses by itself,
-    in float32 and by inputs that are off by half a unit in the dtype's last place, stays within the tolerance.
+    A recurrence that diverges says nothing of a backend: gates are made smaller until what the oracle loses by inputs
+    that are off by half a unit in the last place, and in float32 if that is the dtype, stays within the tolerance.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     most = TOLERANCES[dtype] / 2 if half else TOLERANCES[torch.float32]
     found: list[tuple[float, int, _Steady]] = []
     for strength, fading in _CALMER:
         drawn = draw(module, shape, dtype=dtype, seed=seed, strength=strength, fading=fading)
-        exact = [drawn] if dtype == torch.float64 else [drawn, _disturbed(drawn, dtype, seed)]
-        expected, *others = _expected(module, [_leaves(d, torch.float64, device) for d in exact], shape, oracle, seed)
-        if not half:  # by itself it may be lucky
+        exact = [_leaves(d, torch.float64, device) for d in (drawn, _disturbed(drawn, dtype, seed))]
+        expected, *others = _expected(module, exact, shape, oracle, seed)
+        if dtype == torch.float32:  # which by itself may be lucky
             others += _expected(module, [_leaves(drawn, torch.float32, device)], shape, oracle, seed)
         lost: dict[str, float] = {}
         for other in others:
@@ -324,12 +324,13 @@ def _lose(lost: dict[str, float], rows: Iterable[Row]) -> None:
 
 def _disturbed(drawn: Drawn, dtype: torch.dtype, seed: int) -> Drawn:
     """The same values, in float64, each off by up to half a unit in the last place of its dtype, states in that of the
-    given one."""
+    given one; of float32 where that is float64, since what that enlarges can be seen."""
     generator = torch.Generator().manual_seed(seed + 1)
 
     def off(t: Tensor, dtype: torch.dtype) -> Tensor:
         noise = torch.rand(t.shape, generator=generator, dtype=torch.float64) - 0.5
-        return t.double() * (1 + torch.finfo(dtype).eps * noise) if t.is_floating_point() else t
+        eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        return t.double() * (1 + eps * noise) if t.is_floating_point() else t
 
     state = drawn.state and {key: off(t, dtype) for key, t in drawn.state.items()}
     return Drawn({key: off(t, t.dtype) for key, t in drawn.x.items()}, state, drawn.bounds)
