@@ -104,6 +104,24 @@ def _by_oracle(module: Any, drawn: Drawn, shape: Shape, oracle: str) -> tuple[Te
     return torch.cat(ys, 1), {key: _stacked([final[key] for final in finals]) for key in finals[0]}
 
 
+def _expected(module: Any, draws: Sequence[Drawn], shape: Shape, oracle: str, seed: int) -> list[dict[str, Tensors]]:
+    """What the oracle makes of draws of one dtype. The reference goes token by token, which takes hardly longer for
+    more heads: all draws are heads of one run."""
+    if oracle != "reference":
+        return [_quantities(drawn, *_by_oracle(module, drawn, shape, oracle), seed) for drawn in draws]
+    first, number = draws[0], len(draws)
+
+    def joined(tensors: Sequence[Tensor], heads: int) -> Tensor:
+        return torch.cat(list(tensors), heads) if tensors[0].dim() > heads else tensors[0]
+
+    x = {key: joined([d.x[key] for d in draws], 0 if key in module.PARAMS else 2) for key in first.x}
+    state = first.state and {key: joined([d.state[key] for d in draws if d.state], 1) for key in first.state}
+    y, final = _by_oracle(module, Drawn(x, state, first.bounds), shape, oracle)
+    ends = {key: t.chunk(number, 1) if t.dim() > 1 else (t,) * number for key, t in final.items()}
+    parts = ((part, {key: t[i] for key, t in ends.items()}) for i, part in enumerate(y.chunk(number, 2)))
+    return _quantities_of([(drawn, *part) for drawn, part in zip(draws, parts, strict=True)], seed)
+
+
 def _stacked(entries: Sequence[Tensor]) -> Tensor:
     """One entry of several states; where they hold different numbers of tokens, zeros come before the fewer."""
     if entries[0].dim() < 3:
@@ -139,25 +157,35 @@ def _leaves(drawn: Drawn, dtype: torch.dtype | None, device: torch.device) -> Dr
     return Drawn({key: leaf(t) for key, t in drawn.x.items()}, state, drawn.bounds)
 
 
-def _quantities(drawn: Drawn, y: Tensor, final: Tensors, seed: int) -> dict[str, dict[str, Tensor]]:
+def _quantities(drawn: Drawn, y: Tensor, final: Tensors, seed: int) -> dict[str, Tensors]:
     """Values and gradients by name, in float64; the loss is one random cotangent for y and each final state."""
-    generator = torch.Generator().manual_seed(seed)
-    values = {"y": y} | {f"final {key}": t for key, t in sorted(final.items())}
-    loss = torch.zeros((), dtype=torch.float64, device=y.device)
-    for t in values.values():
-        if t.is_floating_point():
-            weight = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(y.device)
-            loss = loss + (t.double() * weight).sum()
-    leaves = {f"grad {key}": t for key, t in drawn.x.items()}
-    leaves |= {f"grad initial {key}": t for key, t in (drawn.state or {}).items() if t.is_floating_point()}
-    found: Sequence[Tensor | None] = [None] * len(leaves)
+    return _quantities_of([(drawn, y, final)], seed)[0]
+
+
+def _quantities_of(runs: Sequence[tuple[Drawn, Tensor, Tensors]], seed: int) -> list[dict[str, Tensors]]:
+    """The same of several runs, in one backward pass: what they share of it is walked through once."""
+    values = [{"y": y} | {f"final {key}": t for key, t in sorted(final.items())} for _, y, final in runs]
+    loss = torch.zeros((), dtype=torch.float64, device=runs[0][1].device)
+    for found in values:
+        generator = torch.Generator().manual_seed(seed)
+        for t in found.values():
+            if t.is_floating_point():
+                weight = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+                loss = loss + (t.double() * weight).sum()
+    leaves: dict[tuple[int, str], Tensor] = {}
+    for i, (drawn, _, _) in enumerate(runs):
+        leaves |= {(i, f"grad {key}"): t for key, t in drawn.x.items()}
+        leaves |= {(i, f"grad initial {key}"): t for key, t in (drawn.state or {}).items() if t.is_floating_point()}
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
     if loss.requires_grad:
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    grads = {key: torch.zeros_like(t) if g is None else g for (key, t), g in zip(leaves.items(), found, strict=True)}
-    return {
-        "values": {key: t.detach().double() for key, t in values.items()},
-        "gradients": {key: t.detach().double() for key, t in grads.items()},
-    }
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    gradients: list[Tensors] = [{} for _ in runs]
+    for ((i, key), t), g in zip(leaves.items(), grads, strict=True):
+        gradients[i][key] = (torch.zeros_like(t) if g is None else g).detach().double()
+    return [
+        {"values": {key: t.detach().double() for key, t in found.items()}, "gradients": gradients[i]}
+        for i, found in enumerate(values)
+    ]
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
@@ -248,24 +276,22 @@ def _kept(
 
 
 def _steady(module: Any, shape: Shape, dtype: torch.dtype, device: torch.device, oracle: str, seed: int) -> _Steady:
-    """The draw to compare at, what the oracle makes of it in float64, and what float32 costs the oracle itself.
+    """The draw to compare at, what the oracle makes of it in float64, and what rounding costs the oracle itself.
 
-    A recurrence that diverges says nothing of a backend: gates are made smaller until what the oracle loses by itself,
-    in float32 and by inputs that are off by half a unit in the dtype's last place, stays within the tolerance.
+    A recurrence that diverges says nothing of a backend: gates are made smaller until what the oracle loses by inputs
+    that are off by half a unit in the last place, and in float32 if that is the dtype, stays within the tolerance.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     most = TOLERANCES[dtype] / 2 if half else TOLERANCES[torch.float32]
     found: list[tuple[float, int, _Steady]] = []
     for strength, fading in _CALMER:
         drawn = draw(module, shape, dtype=dtype, seed=seed, strength=strength, fading=fading)
-        exact = _leaves(drawn, torch.float64, device)
-        expected = _quantities(exact, *_by_oracle(module, exact, shape, oracle), seed)
-        others = [] if half else [_leaves(drawn, torch.float32, device)]
-        if dtype != torch.float64:  # float32 by itself may be lucky
-            others.append(_leaves(_disturbed(drawn, dtype, seed), torch.float64, device))
+        exact = [_leaves(d, torch.float64, device) for d in (drawn, _disturbed(drawn, dtype, seed))]
+        expected, *others = _expected(module, exact, shape, oracle, seed)
+        if dtype == torch.float32:  # which by itself may be lucky
+            others += _expected(module, [_leaves(drawn, torch.float32, device)], shape, oracle, seed)
         lost: dict[str, float] = {}
-        for given in others:
-            other = _quantities(given, *_by_oracle(module, given, shape, oracle), seed)
+        for other in others:
             _lose(lost, _rows(oracle, dtype if half else torch.float32, shape, other, expected))
         found.append((max(lost.values()), len(found), (drawn, expected, lost)))
         if found[-1][0] <= most:
@@ -282,10 +308,10 @@ def _lose_nearby(
     """Adds to what float32 costs the oracle what it costs it at inputs nearby: where rounding is enlarged, one run says
     little of how far another may be off, on this machine or the next."""
     drawn, _, lost = steady
-    for i in range(1, draws + 1):
-        near = _disturbed(drawn, torch.float32, seed + i)
-        leaves = [_leaves(near, dtype, device) for dtype in (torch.float64, torch.float32)]
-        exact, found = (_quantities(x, *_by_oracle(module, x, shape, oracle), seed) for x in leaves)
+    near = [_disturbed(drawn, torch.float32, seed + i) for i in range(1, draws + 1)]
+    leaves = ([_leaves(d, dtype, device) for d in near] for dtype in (torch.float64, torch.float32))
+    both = (_expected(module, given, shape, oracle, seed) for given in leaves)
+    for exact, found in zip(*both, strict=True):
         _lose(lost, _rows(oracle, torch.float32, shape, found, exact))
 
 
@@ -298,12 +324,13 @@ def _lose(lost: dict[str, float], rows: Iterable[Row]) -> None:
 
 def _disturbed(drawn: Drawn, dtype: torch.dtype, seed: int) -> Drawn:
     """The same values, in float64, each off by up to half a unit in the last place of its dtype, states in that of the
-    given one."""
+    given one; of float32 where that is float64, since what that enlarges can be seen."""
     generator = torch.Generator().manual_seed(seed + 1)
 
     def off(t: Tensor, dtype: torch.dtype) -> Tensor:
         noise = torch.rand(t.shape, generator=generator, dtype=torch.float64) - 0.5
-        return t.double() * (1 + torch.finfo(dtype).eps * noise) if t.is_floating_point() else t
+        eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        return t.double() * (1 + eps * noise) if t.is_floating_point() else t
 
     state = drawn.state and {key: off(t, dtype) for key, t in drawn.state.items()}
     return Drawn({key: off(t, t.dtype) for key, t in drawn.x.items()}, state, drawn.bounds)
