@@ -21,7 +21,7 @@ from ttmdsl.parity import Row, parity
 from ttmdsl.pipeline import run
 
 Tensors = dict[str, Tensor]
-LAYERS = ["attention", "swa:c=5", "deep_transformer", "swdt", "swdt:c=1", "dot", "dot:c=3", "dot:b=4", "dot:b=4:c=3"]
+LAYERS = ["attention", "swa:c=5", "deep_transformer", "swdt", "swdt:c=1", "dot", "dot:c=3", "dot:b=4", "dot:b=4:c=7"]
 
 
 def load(name: str) -> ModuleType:
