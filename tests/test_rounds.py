@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -278,3 +279,27 @@ def test_what_is_read_apart_needs_no_backward_pass_to_follow(
 def test_a_memory_beside_that_lacks_the_dim_stays_in_registers(interpreter: ProcessPoolExecutor, beside: str) -> None:
     shapes = [Shape("a state", tokens=70, heads=2, dims=(12, 70), state=True)]
     assert interpreter.submit(worst, beside, {}, shapes).result() == []
+
+
+def one_token(name: str) -> tuple[set[str], list[str]]:
+    """Which forms the kernels are of that one token with gradients starts, in the middle of a group and of windows."""
+    module, started = ttmdsl.load(name), set()
+    launch = module._Schedule.launch
+
+    def seen(s: Any, kernel: Any, *arguments: Any) -> None:
+        started.add(kernel.name.split("_")[1])
+        launch(s, kernel, *arguments)
+
+    shapes = [
+        Shape("one", batch=2, tokens=1, heads=2, dims=(5, 70)),
+        Shape("packed", tokens=3, dims=(5, 70), lengths=(1, 1, 1)),
+    ]
+    with mock.patch.object(module._Schedule, "launch", seen):
+        return started, worst(name, {}, shapes)
+
+
+@pytest.mark.parametrize("name", ["titans", "omega_net"])
+def test_one_token_with_gradients_goes_by_units(interpreter: ProcessPoolExecutor, name: str) -> None:
+    started, misses = interpreter.submit(one_token, name).result()
+    assert misses == []
+    assert started == {"resumed"}

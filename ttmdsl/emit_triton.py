@@ -235,6 +235,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         batch=lowered.batch,
         steps=lowered.prelude.steps,
         bands=lowered.bands,
+        in_units=lowered.in_units,
         alone=(alone := step_alone(lowered)),
         left=alone.keys if alone else (),
         dealt=alone is not None and alone.steps > 1,

@@ -70,6 +70,12 @@ class Lowered:
         return self.prelude.bands
 
     @property
+    def in_units(self) -> bool:
+        """Whether one token with gradients is a unit, too: where memories have an inner dim, since a token's kernels
+        would keep their states whole, and take minutes to compile."""
+        return self.chunk is not None and bool(self.chunk.forward.inner)
+
+    @property
     def title(self) -> str:
         """The class of recurrence in words, with the reason for a sequential form."""
         return TITLES[self.recurrence] + (f" ({self.reason})" if self.reason else "")
