@@ -75,8 +75,9 @@ def lighten() -> None:
 
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
-    _know_types(tl, interpreter)
-    _spread_alike(tl, interpreter)
+    if hasattr(interpreter, "interpreter_semantic"):  # since Triton 3.4
+        _know_types(tl, interpreter)
+        _spread_alike(tl, interpreter)
 
     patch = interpreter._patch_lang
     kept = SimpleNamespace(restore=lambda: None)
