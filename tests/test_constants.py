@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import ttmdsl
 from ttmdsl.check import check
 from ttmdsl.drawing import Shape
+from ttmdsl.loader import read
 from ttmdsl.parity import parity
 from ttmdsl.parse import parse
-from ttmdsl.resources import folder
 
 # units of several tokens, groups of several units, groups that no unit divides; windows longer than a unit or a state
 VALUES = {"b": (1, 2, 3, 16, 17, 65, 100, 130), "c": (1, 2, 7, 20), "n": (1, 2, 3), "p": (2, 3), "project": (0, 1)}
@@ -23,9 +23,8 @@ VALUES = {"b": (1, 2, 3, 16, 17, 65, 100, 130), "c": (1, 2, 7, 20), "n": (1, 2, 
 @functools.cache
 def declared(name: str) -> tuple[str, ...]:
     """The constants of a layer that the test varies."""
-    path = folder("layers") / f"{name}.ttm"
-    text = path.read_text(encoding="utf-8")
-    return tuple(const for const in check(parse(text), text, str(path)).consts if const in VALUES)
+    text, filename = read(name)
+    return tuple(const for const in check(parse(text), text, filename).consts if const in VALUES)
 
 
 @st.composite
