@@ -112,9 +112,9 @@ def scaled(node: Node, given: Container[Node] = ()) -> bool:
 
 
 def _sums_tokens(node: Node) -> bool:
-    """Whether a value is a sum over a unit's tokens, or over those so far, that takes no room: a number, or one for
-    each token."""
-    summed = node.op == "cumsum" or any(axis in TOKEN_AXES for axis in node.reduced)
+    """Whether a value is a sum over a unit's tokens, or over those so far, or stood at others, and takes no room: a
+    number, or one for each token."""
+    summed = node.op in ("cumsum", "shift") or any(axis in TOKEN_AXES for axis in node.reduced)
     return summed and len(node.axes) <= 1 and not has_dim(node)
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ttmdsl.ir import (
     ELEMENTWISE,
+    MASKS,
     REDUCING,
     TOKEN_AXES,
     Axes,
@@ -182,8 +183,8 @@ class Builder:
         """An elementwise function by its name in ELEMENTWISE."""
         assert op in ELEMENTWISE, op
         x = args[0]
-        if op == "exp2" and x.op == "mask" and x.attr[1] == float("-inf") and constant(x.args[0]) is not None:
-            return self.mask(self.map("exp2", x.args[0]), x.attr[0])
+        if op == "exp2" and x.op in MASKS and x.attr[-1] == float("-inf") and constant(x.args[0]) is not None:
+            return getattr(self, x.op)(self.map("exp2", x.args[0]), *x.attr[:-1])  # type: ignore[no-any-return]
         return self._elementwise(op, *args)
 
     def select(self, flag: Node, a: Node, b: Node) -> Node:
@@ -209,9 +210,6 @@ class Builder:
             return self.expand(self.rename(a.args[0], source, target), axes)
         return self.make("rename", (a,), [target if x == source else x for x in a.axes], source, target)
 
-    def still(self, a: Node) -> Node:
-        return self.make("still", (a,), a.axes)
-
     def mask(self, a: Node, kind: Literal["lower", "strict"], fill: float = 0.0) -> Node:
         if a.op == "mask" and a.attr == (kind, fill):
             return a
@@ -219,6 +217,19 @@ class Builder:
 
     def diagonal(self, a: Node, by: int, axis: str = "s") -> Node:
         return a if is_zero(a) else self.make("diagonal", (a,), (*a.axes, "t", axis), by, axis)
+
+    def behind(self, a: Node, by: int, axis: str = "s", fill: float = 0.0) -> Node:
+        vanishes = any(
+            x.op == "exp2" and x.args[0].op == "behind" and x.args[0].attr == (by, axis, float("-inf"))
+            for x in (factors(a) if a.op == "mul" and fill == 0 else ())
+        )
+        return a if vanishes else self.make("behind", (a,), (*a.axes, "t", axis), by, axis, fill)
+
+    def shift(self, a: Node, by: int, axis: str = "s") -> Node:
+        source, target = ("t", axis) if "t" in a.axes else (axis, "t")
+        if is_zero(a) or (by == 0 and axis == "s"):
+            return self.rename(a, source, target)
+        return self.make("shift", (a,), [target if x == source else x for x in a.axes], by, axis)
 
     def cumsum(self, a: Node, axis: str = "t", reverse: bool = False) -> Node:
         if is_zero(a):
@@ -378,7 +389,7 @@ class Builder:
                 return self.map("exp2", *args)
             case "mask" if is_zero(args[0]):
                 return self.zero(node.axes)
-            case "cumsum" | "rename" | "decay_dot" | "decay_mix" | "decay_mix_t":
+            case "cumsum" | "rename" | "behind" | "shift" | "decay_dot" | "decay_mix" | "decay_mix_t":
                 return getattr(self, node.op)(*args, *node.attr)  # type: ignore[no-any-return]
             case _:
                 found = (x for a in args for x in a.axes if x not in node.reduced)

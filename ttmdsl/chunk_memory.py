@@ -10,6 +10,7 @@ Knows no layer and no optimizer; which writes there are is found in lower_chunk.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -26,22 +27,40 @@ def _kept(moment: Moment) -> Literal["lower", "strict"]:
 
 
 @dataclass(frozen=True)
+class Band:
+    """How often each token t adds what tokens before it, s or past__, write: `rates` [t], by how many tokens before."""
+
+    rates: tuple[Node, ...]
+    axis: str
+
+    @property
+    def reach(self) -> int:
+        """How many tokens before it a token's window reaches."""
+        return len(self.rates) - 1
+
+    @property
+    def delays(self) -> range:
+        """By how many tokens a token may be before one of the chunk."""
+        return range(self.axis == PAST, len(self.rates))
+
+
+@dataclass(frozen=True)
 class Write:
     """Token s adds left_s right_s^T (axes rows, columns); with `frozen`, a matrix scaled by `right` along its axis.
 
-    With `spread` [t, s], that is what each token t adds of it, whose window reaches s: [t, past__], where s is a token
-    before the chunk, and left and right have that axis.
+    With a `band`, tokens whose windows reach s add it so many times; of tokens before the chunk, left and right have
+    that axis.
     """
 
     left: Node
     right: Node
     frozen: Node | None = None
-    spread: Node | None = None
+    band: Band | None = None
 
     @property
     def token(self) -> str:
         """The token axis of left and right."""
-        return PAST if self.spread is not None and PAST in self.spread.axes else "t"
+        return PAST if self.band is not None and self.band.axis == PAST else "t"
 
     @property
     def source(self) -> str:
@@ -85,32 +104,56 @@ class ChunkMemory:
         """log2 of the decay from the chunk's start to just before or just after each token's own decay."""
         return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
 
-    def weights(self, moment: Moment, spread: Node | None = None) -> Node:
+    def weights(self, moment: Moment, band: Band | None = None) -> Node:
         """weight[t, s] of write s in the memory at t; scalar decay. With momentum, two triangular matrices' product; of
-        writes that are spread over tokens, their product with that."""
+        writes that tokens after s add, these matrices' product with a band."""
         b = self.b
-        if spread is not None:
-            each, now = self.weights(moment), self.decayed(moment)
-            apart = self.log_momentum_decay is None and PAST in spread.axes  # see `spreading`
-            mixed = b.rename(b.still(each) if apart else each, "s", "u")
-            mixed = b.contract(mixed, b.rename(spread, "t", "u"), {"u"})
-            return b.label(b.mul(b.map("exp2", b.sub(now, b.still(now))), mixed) if apart else mixed, "weights")
+        if band is not None and self.log_momentum_decay is None:
+            return self._banded(band)
+        if band is not None:
+            each = b.rename(self.weights(moment), "s", "u")
+            return b.label(b.contract(each, b.rename(self._spread(band), "t", "u"), {"u"}), "weights")
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
         if self.log_momentum_decay is None:
             return b.label(b.map("exp2", b.mask(gap, _kept(moment), float("-inf"))), "weights")
         pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
         return b.label(b.contract(b.rename(pushes, "s", "u"), b.rename(self._impulses(), "t", "u"), {"u"}), "weights")
 
-    def spreading(self, rate: Node) -> Node:
-        """The rate at which tokens take writes from before the chunk, with the gradient of the decays up to each token,
-        by which what is taken there is divided; under momentum the rate alone.
+    def _spread(self, band: Band) -> Node:
+        """spread[t, s]: how often t adds what s writes."""
+        b = self.b
+        return b.label(self._of_chunk(band, total(b, [self._at(band, by, band.rates[by]) for by in band.delays])), "spread")
 
-        By way of the weights that gradient would take a product that sums over these few tokens, which Triton 3.6 gets
-        wrong (benchmarks/NOTES.md).
-        """
-        if self.log_momentum_decay is not None:
-            return rate
-        return self.b.mul(rate, self.b.map("exp2", self.b.sub(self.b.still(self.total), self.total)))
+    def _at(self, band: Band, by: int, x: Node) -> Node:
+        return self.b.diagonal(x, by, band.axis)
+
+    def _of_chunk(self, band: Band, x: Node) -> Node:
+        """Zero where s is no token of the chunk."""
+        return x if band.axis == PAST else self.b.mul(x, self.b.rename(self.live, "t", "s"))
+
+    def _banded(self, band: Band) -> Node:
+        """The same without a product: once all have added it that do, what s wrote only decays."""
+        b = self.b
+        masses, reached = self._masses(band)
+        gap = b.sub(self.total, reached)
+        far = b.map("exp2", b.behind(gap, band.reach, band.axis, float("-inf")))
+        near = [self._at(band, by, masses[by]) for by in band.delays if by < band.reach]
+        return b.label(total(b, [b.mul(far, masses[band.reach]), *near]), "weights")
+
+    def _masses(self, band: Band) -> tuple[dict[int, Node], Node]:
+        """How much of what s wrote is there so many tokens after s, as far as windows reach; and log2 of the decay from
+        the chunk's start to the last of these."""
+        b = self.b
+        here, nothing = band.axis == "s", b.zero({PAST})
+        mass = b.rename(band.rates[0], "t", "s") if here else nothing
+        reached = b.rename(self.total, "t", "s") if here else nothing
+        masses = {0: mass}
+        for by in range(1, len(band.rates)):
+            decay = b.shift(self.log_decay, by, band.axis)
+            added = self._of_chunk(band, b.shift(band.rates[by], by, band.axis))
+            mass = b.add(b.mul(b.map("exp2", decay), mass), added)
+            masses[by], reached = mass, b.add(reached, decay)
+        return masses, reached
 
     def _pushes(self, moment: Moment) -> Node:
         b = self.b
@@ -154,12 +197,12 @@ class ChunkMemory:
         if w.frozen is not None:
             return self._read_frozen(w, w.frozen, x, over, moment)
         content, key = (w.left, w.right) if over == self.columns else (w.right, w.left)
-        if w.spread is None:
+        if w.band is None:
             return self.mix(self.scores(key, x, over, moment), content, moment, over)
         b = self.b
         content, key = (b.rename(b.expand(n, {w.token}), "t", "s") for n in (content, key))
         match = b.contract(b.expand(x, {"t"}), key, {over})
-        scores = b.label(b.mul(match, self.weights(moment, w.spread)), "scores")
+        scores = b.label(b.mul(match, self.weights(moment, w.band)), "scores")
         return b.contract(scores, content, {w.source})
 
     def scores(self, key: Node, x: Node, over: str, moment: Moment) -> Node:
@@ -191,7 +234,7 @@ class ChunkMemory:
             summed = self._sum_decayed(scale, moment)
         else:
             scale = b.rename(b.expand(scale, {w.token}), "t", "s")
-            summed = b.contract(self.weights(moment, w.spread), scale, {w.source})
+            summed = b.contract(self.weights(moment, w.band), scale, {w.source})
         if over in summed.axes:
             return b.contract(frozen, b.mul(summed, x), {over})
         return b.mul(summed, b.contract(frozen, x, {over}))
@@ -212,14 +255,12 @@ class ChunkMemory:
         b = self.b
         log_all = b.sum(self.log_decay, {"t"})
         result = b.mul(b.map("exp2", log_all), self.start)
-        remaining = of_past = b.map("exp2", b.sub(log_all, self.total))
-        if any(w.token == PAST for w in self.writes):  # see `spreading`
-            of_past = b.map("exp2", b.sub(log_all, b.still(self.total)))
-        if self.momentum is not None:
-            result = b.add(result, b.mul(b.sum(b.mul(self.last, self._momentum_weight("after")), {"t"}), self.momentum))
-            final_row = b.contract(self.last, self.weights("after"), {"t"})
-            remaining = of_past = b.rename(final_row, "s", "t")
-        return b.add(result, self._sum_writes(remaining, of_past))
+        if self.momentum is None:
+            remaining = b.map("exp2", b.sub(log_all, self.total))
+            return b.add(result, self._sum_writes(remaining, log_all))
+        result = b.add(result, b.mul(b.sum(b.mul(self.last, self._momentum_weight("after")), {"t"}), self.momentum))
+        final_row = b.contract(self.last, self.weights("after"), {"t"})
+        return b.add(result, self._sum_writes(b.rename(final_row, "s", "t")))
 
     def end_momentum(self) -> Node:
         """The momentum after the chunk's last token."""
@@ -228,16 +269,15 @@ class ChunkMemory:
         assert self.momentum is not None
         log_all = b.sum(self.log_momentum_decay, {"t"})
         remaining = b.map("exp2", b.sub(log_all, b.cumsum(self.log_momentum_decay)))
-        return b.add(b.mul(b.map("exp2", log_all), self.momentum), self._sum_writes(remaining, remaining))
+        return b.add(b.mul(b.map("exp2", log_all), self.momentum), self._sum_writes(remaining))
 
-    def _sum_writes(self, remaining: Node, of_past: Node) -> Node:
-        """All writes at the chunk's end, by how much remains there of what each token takes: `of_past` of writes from
-        before the chunk."""
+    def _sum_writes(self, remaining: Node, log_all: Node | None = None) -> Node:
+        """All writes at the chunk's end, by how much of what each token adds remains there; `log_all`: log2 of the
+        chunk's decay, where nothing else makes it less."""
         b = self.b
         result = b.zero({self.rows, self.columns})
         for w in self.writes:
-            left = of_past if w.token == PAST else remaining
-            left = left if w.spread is None else b.rename(b.contract(left, w.spread, {"t"}), "s", "t")
+            left = remaining if w.band is None else self._remaining(w.band, remaining, log_all)
             if w.frozen is not None:
                 result = b.add(result, b.mul(w.frozen, b.sum(b.mul(left, w.right), {w.token})))
             elif self.columns in remaining.axes:
@@ -245,6 +285,18 @@ class ChunkMemory:
             else:
                 result = b.add(result, b.contract(b.mul(w.left, left), w.right, {w.token}))
         return result
+
+    def _remaining(self, band: Band, remaining: Node, log_all: Node | None) -> Node:
+        """How much of what tokens of the band's axis wrote remains at the chunk's end."""
+        b = self.b
+        if log_all is None:
+            return b.rename(b.contract(remaining, self._spread(band), {"t"}), "s", "t")
+        masses, reached = self._masses(band)
+        return b.rename(b.mul(b.map("exp2", b.sub(log_all, reached)), masses[band.reach]), "s", "t")
+
+
+def total(b: Builder, parts: list[Node]) -> Node:
+    return functools.reduce(b.add, parts)
 
 
 def normalised(memory: ChunkMemory, over: str) -> ChunkMemory:
@@ -260,7 +312,7 @@ def normalised(memory: ChunkMemory, over: str) -> ChunkMemory:
         raise NotChunkable("momentum under a projection after every token has no factored form")
     if memory.channel == over:
         raise NotChunkable("a projection along the channels that decay each on their own has no factored form")
-    if any(w.spread is not None for w in memory.writes):
+    if any(w.band is not None for w in memory.writes):
         raise NotChunkable("a window under a projection after every token has no factored form")
     outer = [w for w in memory.writes if w.frozen is None]
     frozen = [w for w in memory.writes if w.frozen is not None]

@@ -95,6 +95,14 @@ def _diagonal(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     yield n.args[0], b.diagonal(d, int(n.attr[0]), str(n.attr[1]))
 
 
+def _behind(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield n.args[0], b.behind(d, int(n.attr[0]), str(n.attr[1]))
+
+
+def _shift(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield n.args[0], b.shift(d, int(n.attr[0]), str(n.attr[1]))
+
+
 def _cumsum(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     yield n.args[0], b.cumsum(d, str(n.attr[0]), not n.attr[1])
 
@@ -227,7 +235,6 @@ RULES: dict[str, Rule] = {
     "sign": _flat,
     "step": _flat,
     "amax": _flat,
-    "still": _flat,
     "select": _select,
     "expand": lambda b, n, d: iter([(n.args[0], d)]),
     "rename": _rename,
@@ -235,6 +242,8 @@ RULES: dict[str, Rule] = {
     "contract": _contract,
     "mask": _mask,
     "diagonal": _diagonal,
+    "behind": _behind,
+    "shift": _shift,
     "cumsum": _cumsum,
     "tri_inv": _tri_inv,
     "newton_schulz": _newton_schulz,
@@ -266,16 +275,6 @@ def gradients(b: Builder, outputs: list[tuple[Node, Node]]) -> dict[Node, Node]:
                 if argument in wanted:
                     accumulate(argument, d)
     return {n: d for n, d in found.items() if n.op == "leaf"}
-
-
-def settled(program: Program) -> Program:
-    """The program without `still`, which it needs no more once it has been differentiated."""
-    b, new = program.builder, dict[Node, Node]()
-    for n in program.nodes:
-        new[n] = new[n.args[0]] if n.op == "still" else b.again(n, new)
-        if new[n] is not n and n in b.labels:
-            b.label(new[n], b.labels[n])
-    return program.with_outputs({name: new[value] for name, value in program.outputs.items()})
 
 
 def differentiate(program: Program) -> Program:

@@ -255,7 +255,7 @@ def emit_torch(lowered: Lowered) -> str:
         "torch.py.j2",
         functions=functions,
         forms=list(forms),
-        helpers=sorted(ops & (DECAYED | NORMS | {"log2", "tri_inv", "newton_schulz"})),
+        helpers=sorted(ops & (DECAYED | NORMS | {"log2", "shift", "tri_inv", "newton_schulz"})),
         newton_schulz=NEWTON_SCHULZ,
         per_channel=per_channel,
         chunk=16 if per_channel else 64,

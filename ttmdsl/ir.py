@@ -18,11 +18,13 @@ log2 takes 0 for a number next to it: a share that has underflowed still has a l
           | select(flag, a, b)       flag is a 0/1 scalar
           | expand(a; axes)          the only implicit-free broadcast: repeats along new axes
           | rename(a; from, to)      the same tile under another axis name
-          | still(a)                 a, of which differentiation knows nothing; none is left after it
           | sum(a; axes) | amax(a; axes)       amax is constant under differentiation (a stabilising shift)
           | contract(a, b; axes)     sum over axes of a * b
           | mask(a; kind, fill)      kind lower: keep t >= s, strict: keep t > s; elsewhere fill
           | diagonal(a; by, axis)    keep where a token of the axis, s or past__, is `by` tokens before t; elsewhere 0
+          | behind(a; by, axis, fill)      keep where it is so many, or more; elsewhere fill
+          | shift(a; by, axis)       from t to the axis, or back: at a token of one, a where the other's is `by` tokens
+                                     after it, or before; 0 where there is none
           | cumsum(a; axis, reverse)
           | tri_inv(n)               (I - n)^-1 for n[t, s] that is zero unless t > s
           | newton_schulz(x; rows, steps)         X <- c0 X + c1 X X^T X + c2 (X X^T)^2 X, X X^T being [rows, rows]
@@ -75,10 +77,11 @@ ELEMENTWISE = frozenset(
     "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid softplus abs sign step select".split()
 )
 STRUCTURAL = frozenset(
-    "leaf const size expand rename still sum amax contract mask diagonal cumsum tri_inv newton_schulz"
+    "leaf const size expand rename sum amax contract mask diagonal behind shift cumsum tri_inv newton_schulz"
     " newton_schulz_back decay_dot decay_mix decay_mix_t norm_scan norm_slopes norm_adjoint".split()
 )
 REDUCING = frozenset({"sum", "amax", "contract"})
+MASKS = frozenset({"mask", "behind"})  # what keeps a part of a tile of tokens; their last attribute fills the rest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -348,7 +351,7 @@ def verify(program: Program) -> None:
         assert n.op == "expand" or held[n] == {*n.axes}, (n.op, n.axes, held[n])
         assert n.op in ELEMENTWISE | STRUCTURAL, n.op
         # what goes along an axis needs it whole
-        assert n.op not in ("sum", "amax", "cumsum", "tri_inv") or n.args[0].op != "expand", (n.op, n.args[0].axes)
+        assert n.op not in ("sum", "amax", "cumsum", "shift", "tri_inv") or n.args[0].op != "expand", (n.op, n.args[0].axes)
         union = {x for a in n.args for x in a.axes}
         if n.op in ELEMENTWISE:
             assert set(n.axes) == union, (n.op, n.axes, union)

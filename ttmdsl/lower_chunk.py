@@ -13,7 +13,6 @@ so are those of the tokens before the chunk that it reaches from inside.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ import sympy
 
 from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
-from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, normalised
+from ttmdsl.chunk_memory import Band, ChunkMemory, Moment, Write, normalised, total
 from ttmdsl.functions import X, aggregate
 from ttmdsl.ir import PAST, TOKEN_AXES, Axes, Node, Program, addends, base_dim, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
@@ -177,18 +176,13 @@ class _PassLowering:
             return self._steps(memories, env, b.neg(rate))
         if set(rate.axes) - {"t"} or any(memory.channel for memory in memories.values()):
             raise NotChunkable("a window over a rate or a decay per channel has no one weight for each token")
-        weights = [self.lower.vector(e, env) for e in delays]
-        live = b.rename(b.leaf("live", "live", ("t",)), "t", "s")
+        rates = tuple(b.neg(b.mul(rate, self.lower.vector(e, env))) for e in delays)
         one = b.const(1.0)
         here, earlier = self._steps(memories, env, one), self._steps(memories, before, one, PAST)
-        found: dict[str, list[Write]] = {}
-        for name, memory in memories.items():
-            taken, taken_before = b.neg(rate), b.neg(memory.spreading(rate))
-            inside = b.mul(_total(b, [b.diagonal(b.mul(taken, w), by) for by, w in enumerate(weights)]), live)
-            past = _total(b, [b.diagonal(b.mul(taken_before, w), by, PAST) for by, w in enumerate(weights) if by])
-            found[name] = [replace(w, spread=b.label(inside, "spread")) for w in here[name]]
-            found[name] += [replace(w, spread=b.label(past, "spread_before")) for w in earlier[name]]
-        return found
+        return {
+            name: [replace(w, band=Band(rates, axis)) for found, axis in ((here, "s"), (earlier, PAST)) for w in found[name]]
+            for name in memories
+        }
 
     def _steps(
         self, memories: Mapping[str, ChunkMemory], env: Mapping[str, Value], times: Node, axis: str = "t"
@@ -272,22 +266,18 @@ def solve(b: Builder, memory: ChunkMemory, probe: Probe, found: list[Write], mom
     if len(open_) == 1:
         # for the one write that reads, l = c (P_0 x + sum of the others) + l' + c scores l, solved for l itself
         ((w, scores, slope, rest),) = open_
-        target = b.add(b.mul(slope, _total(b, known)), rest)
+        target = b.add(b.mul(slope, total(b, known)), rest)
         content = _triangular(b, b.mul(slope, scores), target)
         solved = {w: b.label(content, "write")}
     else:
-        system = _total(b, [b.mul(scores, b.rename(slope, "t", "s")) for _, scores, slope, _ in open_])
-        target = _total(b, [*known, *(memory.mix(scores, rest, moment, over) for _, scores, _, rest in open_)])
+        system = total(b, [b.mul(scores, b.rename(slope, "t", "s")) for _, scores, slope, _ in open_])
+        target = total(b, [*known, *(memory.mix(scores, rest, moment, over) for _, scores, _, rest in open_)])
         z = b.label(_triangular(b, system, target), f"{memory.name}_read")
         solved = {w: b.add(b.mul(slope, z), rest) for w, _, slope, rest in open_}
     return [
         w if w not in solved else Write(solved[w], w.right) if over == memory.columns else Write(w.left, solved[w])
         for w in found
     ]
-
-
-def _total(b: Builder, parts: list[Node]) -> Node:
-    return functools.reduce(b.add, parts)
 
 
 def _triangular(b: Builder, system: Node, target: Node) -> Node:

@@ -39,7 +39,7 @@ class PaddingAnalysis:
             return "zero"
         if node.op in ("newton_schulz", "newton_schulz_back"):  # it takes zeros there
             return "zero"
-        if node.op == "diagonal" and axis == node.attr[1]:  # no delay reaches beyond the end
+        if node.op in ("diagonal", "shift") and axis == node.attr[1]:  # no delay reaches beyond the end
             return "zero"
         if node.op == "rename" and node.attr[1] == axis:
             return self.of(node.args[0], str(node.attr[0]))
@@ -62,8 +62,8 @@ class PaddingAnalysis:
                 return "zero" if worst == "zero" else "wild"
             case "pow":
                 return "zero" if worst == "zero" and float(node.attr[0]) > 0 else "wild"
-            case "mask":
-                return worst if node.attr[1] == 0 else "wild"
+            case "mask" | "behind":
+                return worst if node.attr[-1] == 0 else "wild"
             case "sigmoid":
                 return "finite"
             case "softplus":  # log 2 at zero

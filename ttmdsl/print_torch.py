@@ -171,6 +171,13 @@ class TorchPrinter(Printer):
             case "diagonal":
                 by, axis = node.attr
                 return f"torch.where(unit.{'behind' if axis == 's' else 'past'} == {by}, {strip(ops[0])}, 0.0)"
+            case "behind":
+                by, axis, fill = node.attr
+                kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
+                where = f"unit.{'behind' if axis == 's' else 'past'} >= {by}"
+                return f"torch.where({where}, {kept}, {'-math.inf' if fill else fill})"
+            case "shift":
+                return self._shift(node)
             case "cumsum":
                 text, dim = self.text[args[0]], _dims(self.layout(args[0].axes), (str(node.attr[0]),))
                 return f"{text}.flip({dim}).cumsum({dim}).flip({dim})" if node.attr[1] else f"{text}.cumsum({dim})"
@@ -199,6 +206,14 @@ class TorchPrinter(Printer):
             case _:
                 assert node.op in UNARY, node.op
                 return f"torch.{node.op}({strip(ops[0])})"
+
+    def _shift(self, node: Node) -> str:
+        (x,), (by, axis) = node.args, node.attr
+        text, later = self.tile(x), "t" in x.axes
+        if axis == "s":
+            return f"_shifted({text}, {by if later else -by})"
+        both = self.builder.order((*x.axes, *node.axes))
+        return f"torch.where(unit.past == {by}, {aligned(text, x.axes, both)}, 0.0).sum({_dims(both, x.axes)})"
 
     def _factors(self, node: Node) -> tuple[str, str]:
         """The two factors of a product of matrices."""

@@ -190,9 +190,13 @@ class TritonPrinter(Printer):
                 return f"tl.where({node.attr[0]}, {strip(ops[0])}, {'0.0' if fill == 0 else NEGATIVE_INFINITY})"
             case "diagonal":
                 by, axis = node.attr
-                here = at("t_" if axis == "s" else "place", ("t",), axes)
-                there = f"- {at('t_', ('s',), axes)}" if axis == "s" else f"+ {at(f'o_{PAST}', (PAST,), axes)}"
-                return f"tl.where({here} {there} == {by}, {strip(ops[0])}, 0.0)"
+                return f"tl.where({self._ago(str(axis), axes)} == {by}, {strip(ops[0])}, 0.0)"
+            case "behind":
+                by, axis, fill = node.attr
+                where = self._ago(str(axis), axes)
+                return f"tl.where({where} >= {by}, {strip(ops[0])}, {NEGATIVE_INFINITY if fill else '0.0'})"
+            case "shift":
+                return self._shift(node)
             case "cumsum":
                 reverse = ", reverse=True" if node.attr[1] else ""
                 return f"tl.cumsum({self.tile(args[0])}, {axes.index(str(node.attr[0]))}{reverse})"
@@ -211,6 +215,22 @@ class TritonPrinter(Printer):
                 return f"_tile_{node.op}({', '.join(texts)}, {node.attr[0]}, BT, PRECISION)"
             case _:
                 return f"{CALLS[node.op]}({strip(ops[0])})"
+
+    def _ago(self, axis: str, target: Axes) -> str:
+        """How many tokens before t a token of the axis is."""
+        here = at("t_" if axis == "s" else "place", ("t",), target)
+        there = f"- {at('t_', ('s',), target)}" if axis == "s" else f"+ {at(f'o_{PAST}', (PAST,), target)}"
+        return f"{here} {there}"
+
+    def _shift(self, node: Node) -> str:
+        """A vector over tokens at others: few of the tokens before a unit are found by a sum, Triton gathers the rest."""
+        (x,), (by, axis) = node.args, node.attr
+        if axis == "s":
+            return f"_tile_shifted({self.tile(x)}, t_ {'+' if 't' in x.axes else '-'} {by}, BT)"
+        both = self.builder.order((*x.axes, *node.axes))
+        dims = tuple(a for a in x.axes if a == PAST and self.padding.of(x, a) != "zero")
+        found = at(strip(self.masked(x, dims)) if dims else self.tile(x), x.axes, both)
+        return self._reduce("sum", f"tl.where({self._ago(str(axis), both)} == {by}, {found}, 0.0)", both, x.axes)
 
     def _tame(self, node: Node, text: str) -> str:
         """A function; if it is infinite at 0, with 0 beyond the ends of the dims."""

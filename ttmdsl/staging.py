@@ -46,7 +46,7 @@ DOUBT = 1.1  # by how much such a price may be wrong
 APART = 3.2  # how much more what is read of states costs where they are loaded for it alone, in units of 64 tokens
 SEARCHED = 0.8  # what an order that is looked for longer may leave of the tiles that are alive
 BESIDE = 0.25  # tiles without room in what passes on more to the next kernel than it would else
-_ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "tri_inv"}) | WORKING.keys()  # dearer than a load
+_ACROSS = frozenset({"contract", "sum", "amax", "cumsum", "shift", "tri_inv"}) | WORKING.keys()  # dearer than a load
 
 
 def staged(kernel: Kernel, weight: Weight, gates_last: bool = False) -> tuple[float, list[Kernel]]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder, substitute
-from ttmdsl.ir import DECAYED, Node, Program, base_dim, depends_on, is_zero, reachable
+from ttmdsl.ir import DECAYED, MASKS, Node, Program, base_dim, depends_on, is_zero, reachable
 
 # on what depends on the state: operations that are linear in it
-_LINEAR = frozenset({"add", "neg", "sum", "expand", "rename", "cumsum", "leaf"})
+_LINEAR = frozenset({"add", "neg", "sum", "expand", "rename", "cumsum", "shift", "leaf"})
 _BILINEAR = frozenset({"mul", "contract"})
 
 
@@ -69,7 +69,7 @@ def _along(b: Builder, leaf: Node, end: Node, free: str) -> Transfer | None:
         linear = n.op in _LINEAR or (n.op in _BILINEAR and len(held) == 1)
         linear |= n.op in DECAYED and len(held) == 1 and not set(n.args[2:]) & tainted
         linear |= n.op == "select" and n.args[0] not in tainted
-        linear |= n.op == "mask" and n.attr[1] == 0
+        linear |= n.op in MASKS and n.attr[-1] == 0
         if not linear:
             return None
         mixed |= {x for x in n.reduced if any(x in a.axes for a in held)}

@@ -80,7 +80,7 @@ class KernelWriter:
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
         text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"} and n not in given}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
-        text.uses |= {"place" for n in nodes if n.op == "diagonal" and n.attr[1] == PAST and n not in given}
+        text.uses |= {"place" for n in nodes if n.op in ("diagonal", "behind", "shift") and n.attr[1] == PAST and n not in given}
         text.uses |= {"wide" for n in nodes if n in printer.wide and n not in given}
         text.uses |= {"apart"} if printer.apart else set()
         text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
