@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import replace
 
+from ttmdsl.apart import crosses_tokens
 from ttmdsl.ir import (
     DEAR,
     ELEMENTWISE,
@@ -67,7 +68,7 @@ def prologue(
     saves.update((n, None) for n, found in border.items() if len(n.axes) == 1 and not saves.keys() >= set(found))
     if saves and not program.inner:  # a sum over tokens, such as decays so far, takes barriers in each unit of a chain
         held = {*given, *saves, *chained}
-        saves.update((s, None) for n in chain for a in n.args for s in nearest(a, _sums_tokens, held.__contains__))
+        saves.update((s, None) for n in chain for a in n.args for s in nearest(a, crosses_tokens, held.__contains__))
     return Kernel(f"{name}_kernel", "map", program, saves=tuple(saves)).giving(given) if saves else None
 
 
@@ -109,13 +110,6 @@ def scaled(node: Node, given: Container[Node] = ()) -> bool:
         return bool(dear) and all(map(running, dear))
     of_channels = len(node.axes) == 1 and has_dim(node)
     return of_channels and not dear and bool(nearest(node, is_token_tile, given.__contains__))
-
-
-def _sums_tokens(node: Node) -> bool:
-    """Whether a value is a sum over a unit's tokens, or over those so far, or stood at others, and takes no room: a
-    number, or one for each token."""
-    summed = node.op in ("cumsum", "shift") or any(axis in TOKEN_AXES for axis in node.reduced)
-    return summed and len(node.axes) <= 1 and not has_dim(node)
 
 
 def _of_inputs(node: Node, given: tuple[Node, ...]) -> bool:

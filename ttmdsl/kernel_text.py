@@ -53,8 +53,8 @@ class Kept:
 
 @dataclass
 class KernelText:
-    """What a kernel template needs; lists are lines of code. `of_tokens`: a map that holds no state; `by_token`: a scan
-    over single tokens. `found`: what a walk that finds a segment's states again leaves of every token, and its axes.
+    """What a kernel template needs; lists are lines of code. `of`: what alone a map holds, if it holds no
+    state; `by_token`: a scan over single tokens. `found`: what a walk that finds a segment's states again leaves of every token, and its axes.
     `steps`: gradient steps of a token that it deals out by itself. `aside`: what no token's value takes part in, once
     the first token is being loaded. `others`: the body in other orders, by their numbers."""
 
@@ -68,7 +68,7 @@ class KernelText:
     inner: str = ""
     held: list[str] = field(default_factory=list)
     reverse: bool = False
-    of_tokens: bool = False
+    of: Literal["", " of tokens", " of vectors"] = ""
     by_token: bool = False
     before: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class KernelText:
         """How the kernel runs: a map, one of tokens alone, a scan, or a scan in reverse; of the tokens of one
         unit a walk, each in its turn, or all at once."""
         scan = "reverse" if self.reverse and self.kind == "scan" else self.kind
-        return "map of tokens" if self.of_tokens else scan
+        return scan + self.of
 
     @property
     def staged(self) -> bool:

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 
 from ttmdsl.affine import affine
 from ttmdsl.ahead import needs_dear, prologue, weighs, weights_alone, worth_saving
+from ttmdsl.apart import found_ahead
 from ttmdsl.associate import associated, shortened
 from ttmdsl.gather import gathered
 from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable, tied
@@ -115,10 +116,13 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
         ends, read_later = [*read_later, *ends], []
 
     chained = tied(form.forward, "carry")
-    before = prologue(f"_{name}_forward_free", form.forward, ends, chained, ())
-    if before and not (needs_dear(ends, chained, ()) or weighs(before)):
+    everything = (*form.forward.outputs.values(), *form.backward.outputs.values())
+    vectors = found_ahead(f"_{name}_forward_vectors", form.forward, everything)
+    found = vectors.saves if vectors else ()
+    before = prologue(f"_{name}_forward_free", form.forward, ends, chained, found)
+    if before and not (needs_dear(ends, chained, found) or weighs(before)):
         before = weights_alone(before)
-    saved = before.saves if before else ()
+    saved = (*found, *(before.saves if before else ()))
     passed = passed_on(scans_of(scan, saved, weight))
     walked = {*reachable(scan.roots)}
 
@@ -138,17 +142,17 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
     cuts, scans = way.cuts, [*way.scans]
     exact = way.free.exact if way.free else frozenset[Node]()
     parts = _parts(name, form.forward, saved)
-    first = staged(before, weight)[1] if before else []
+    first = [*([vectors] if vectors else []), *(staged(before, weight)[1] if before else [])]
     if apart:
         read = replace(read, saves=tuple(n for n in cuts if n not in walked))
         read = read.giving((*saved, *(n for k in scans for n in k.saves)))
         scans += staged(read, weight)[1] if dim else [read]
         exact |= frozenset(read.saves)
-    found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), choice, parts)
-    found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
-    found = _widely(_careful(found) if careful else found)
-    found = _always(_with_gates_ahead(found, tokens))
-    return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
+    result = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), choice, parts)
+    result = _exactly(result, exact.union(n for k in result.kernels() if k.kind == "scan" for n in k.exact))
+    result = _widely(_careful(result) if careful else result)
+    result = _always(_with_gates_ahead(result, tokens))
+    return _in_blocks(_in_rounds(result, dim) if dim else result, tokens)
 
 
 def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:

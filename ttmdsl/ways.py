@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ttmdsl.ahead import prologue, scaled, shared_products, worth_saving
+from ttmdsl.apart import found_last
 from ttmdsl.ir import DEAR, Node, Program, depends_on, is_token_tile, reachable, tied
 from ttmdsl.kernels import Kernel
 from ttmdsl.rounding import taken_exactly
 from ttmdsl.scans import free_axis, passed_on, scans_of
 from ttmdsl.schedule import FULL, Weight
-from ttmdsl.staging import DOUBT, SCAN, cost, spilled_at_128, staged
+from ttmdsl.staging import DOUBT, SCAN, cost, spilled_at_128, staged, work
 
 Division = Sequence[Sequence[str]]
 
@@ -110,10 +111,15 @@ def _backward(
         return None
     # gradients of decays take what is scaled exactly
     have = tuple(n for n in (*saved, *passed_on(scans), *cuts) if not scaled(n))
-    division, shared = shares(program, gradients, have, weight, [division] if division else None)
+    tail = found_last(gradients, have)
+    division, shared = shares(program, tail.others, tail.sums, have, weight, division)
     for i, (paid, share) in enumerate(shared):
         price += paid
         kernels += [replace(k, name=f"_{name}_backward_{i + 1}{k.name}") for k in share]
+    if tail.gradients:
+        last = Kernel(f"_{name}_backward_vectors_kernel", "map", program, outputs=tuple(tail.gradients.items()))
+        kernels.append(last.giving((*have, *tail.sums.values())))
+        price += work(kernels[-1])
     return way.doubt * price + chain + spilled_at_128(kernels, weight), kernels, division
 
 
@@ -125,22 +131,28 @@ def _twice(kernels: Iterable[Kernel], exact: tuple[Node, ...]) -> int:
 
 def shares(
     program: Program,
-    gradients: dict[str, Node],
+    gradients: Mapping[str, Node],
+    sums: Mapping[str, Node],
     saved: tuple[Node, ...],
     weight: Weight,
-    divisions: Sequence[Division] | None = None,
+    known: Division = (),
 ) -> tuple[Division, list[tuple[float, list[Kernel]]]]:
-    """The cheapest of a few divisions of the inputs' gradients, and for each share what it costs and its kernels."""
-    gates = [k for k, v in gradients.items() if len(v.axes) < 2]
-    vectors = {k: v for k, v in gradients.items() if k not in gates}
-    if divisions is None:
-        divisions = [split(program, gradients, n) for n in (1, 2)]
+    """The cheapest of a few divisions of the inputs' gradients, and of sums by number that a later kernel takes, or the
+    one that is known; and for each share what it costs and its kernels."""
+    found = {**gradients, **sums}
+    gates = [k for k, v in found.items() if len(v.axes) < 2]
+    vectors = {k: v for k, v in found.items() if k not in gates}
+    divisions = [known]
+    if {k for share in known for k in share} != found.keys():
+        divisions = [split(program, found, n) for n in (1, 2)]
         if gates and vectors:
             divisions += [[gates, *split(program, vectors, n)] for n in (1, 2)]
 
     @functools.cache
     def kernels(*share: str) -> tuple[float, list[Kernel]]:
-        kernel = Kernel("_kernel", "map", program, outputs=tuple((k, gradients[k]) for k in share))
+        outputs = tuple((k, gradients[k]) for k in share if k in gradients)
+        saves = tuple(sums[k] for k in share if k in sums)
+        kernel = Kernel("_kernel", "map", program, outputs=outputs, saves=saves)
         return staged(kernel.giving(saved), weight, gates_last=len(share) > len(gates) and {*gates} <= {*share})
 
     least, best = math.inf, divisions[0]
@@ -157,7 +169,7 @@ def shares(
     return best, [kernels(*share) for share in best]
 
 
-def split(program: Program, gradients: dict[str, Node], groups: int) -> list[list[str]]:
+def split(program: Program, gradients: Mapping[str, Node], groups: int) -> list[list[str]]:
     """Shares the gradients among kernels so that each does about as much work and little of it twice."""
     heavy = {
         k: {n for n in reachable([v]) if n.op == "contract" or n.op in DEAR}

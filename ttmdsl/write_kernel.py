@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
+from ttmdsl.apart import is_vector
 from ttmdsl.builder import Builder
 from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Node, Program, base_dim, is_large, is_matmul
 from ttmdsl.kernel_text import Ahead, Argument, KernelText
@@ -507,7 +508,10 @@ def _write_map(kernel: Kernel, writer: KernelWriter, weight: Weight) -> None:
     printer.place = {n: i for i, n in enumerate(ordered(kernel, weight))}
     text.body += writer.computed(kernel)
     text.alive = round(printer.alive, 1)
-    text.of_tokens = not any(map(is_large, (*leaves, *kernel.given, *kernel.saves)))
+    if all(map(is_vector, kernel.nodes)):
+        text.of = " of vectors"
+    elif not any(map(is_large, (*leaves, *kernel.given, *kernel.saves))):
+        text.of = " of tokens"
 
 
 def _signature(kernel: Kernel, way: str, rounded: Container[Node]) -> str:
