@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import replace
 
-from ttmdsl.apart import crosses_tokens
 from ttmdsl.ir import (
     DEAR,
     ELEMENTWISE,
-    TOKEN_AXES,
     Node,
     Program,
     has_dim,
@@ -27,6 +25,7 @@ from ttmdsl.ir import (
     users,
 )
 from ttmdsl.kernels import Kernel
+from ttmdsl.vector_kernels import crosses_tokens
 
 STEPS = 4  # values of single elements that a tile takes
 MOST_CUTS = 2  # values per token that a scan saves: each costs as much memory traffic as an input

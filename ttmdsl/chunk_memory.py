@@ -122,7 +122,9 @@ class ChunkMemory:
     def _spread(self, band: Band) -> Node:
         """spread[t, s]: how often t adds what s writes."""
         b = self.b
-        return b.label(self._of_chunk(band, total(b, [self._at(band, by, band.rates[by]) for by in band.delays])), "spread")
+        return b.label(
+            self._of_chunk(band, total(b, [self._at(band, by, band.rates[by]) for by in band.delays])), "spread"
+        )
 
     def _at(self, band: Band, by: int, x: Node) -> Node:
         return self.b.diagonal(x, by, band.axis)

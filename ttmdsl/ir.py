@@ -351,7 +351,10 @@ def verify(program: Program) -> None:
         assert n.op == "expand" or held[n] == {*n.axes}, (n.op, n.axes, held[n])
         assert n.op in ELEMENTWISE | STRUCTURAL, n.op
         # what goes along an axis needs it whole
-        assert n.op not in ("sum", "amax", "cumsum", "shift", "tri_inv") or n.args[0].op != "expand", (n.op, n.args[0].axes)
+        assert n.op not in ("sum", "amax", "cumsum", "shift", "tri_inv") or n.args[0].op != "expand", (
+            n.op,
+            n.args[0].axes,
+        )
         union = {x for a in n.args for x in a.axes}
         if n.op in ELEMENTWISE:
             assert set(n.axes) == union, (n.op, n.axes, union)

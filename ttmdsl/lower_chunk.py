@@ -180,7 +180,11 @@ class _PassLowering:
         one = b.const(1.0)
         here, earlier = self._steps(memories, env, one), self._steps(memories, before, one, PAST)
         return {
-            name: [replace(w, band=Band(rates, axis)) for found, axis in ((here, "s"), (earlier, PAST)) for w in found[name]]
+            name: [
+                replace(w, band=Band(rates, axis))
+                for found, axis in ((here, "s"), (earlier, PAST))
+                for w in found[name]
+            ]
             for name in memories
         }
 

@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 
 from ttmdsl.affine import affine
 from ttmdsl.ahead import needs_dear, prologue, weighs, weights_alone, worth_saving
-from ttmdsl.apart import found_ahead
 from ttmdsl.associate import associated, shortened
 from ttmdsl.gather import gathered
 from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable, tied
@@ -49,6 +48,7 @@ from ttmdsl.scans import passed_on, placed, scans_of, walking
 from ttmdsl.schedule import BLOCK, FULL, ROWS, Weight, weights
 from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, WALKING, alive, cost, staged
 from ttmdsl.transfer import Transfer, transfers
+from ttmdsl.vector_kernels import found_ahead
 from ttmdsl.vectors import gates, leaving, taking
 from ttmdsl.ways import Choice, Way, cheapest, free_ways
 

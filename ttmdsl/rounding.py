@@ -6,7 +6,7 @@ dtype. Decides nothing of kernels: plan.py and staging.py do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ttmdsl.ir import (
     DECAYED,
@@ -37,11 +37,11 @@ def rounds_operands(node: Node) -> bool:
     return is_matmul(node) and any(map(has_dim, node.args))
 
 
-def enlarged(nodes: Sequence[Node]) -> set[Node]:
+def enlarged(nodes: Sequence[Node], later: Iterable[Node] = ()) -> set[Node]:
     """What these values, operands first, take and enlarge the rounding of: what leads, by way of no product of tiles,
     which would round it anyway, to an exponent, to a product under decays, or to sums up to every token, such as
-    gradients of decays, which are differences of what is summed up."""
-    found: set[Node] = set()
+    gradients of decays, which are differences of what is summed up; or to what others enlarge `later`."""
+    found: set[Node] = set(later)
     for n in reversed(nodes):
         if n.op in ENLARGING or (n in found and not rounds_operands(n)):
             found.update(n.args)
@@ -50,11 +50,11 @@ def enlarged(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def taken_exactly(nodes: Sequence[Node], program: Program) -> set[Node]:
-    """What these values of a program, operands first, take in float32: where they enlarge what rounding leaves out; in
-    a steep one everywhere but in products, which would round it anyway."""
+def taken_exactly(nodes: Sequence[Node], program: Program, later: Iterable[Node] = ()) -> set[Node]:
+    """What these values of a program, operands first, take in float32: where they, or others `later`, enlarge what
+    rounding leaves out; in a steep one everywhere but in products, which would round it anyway."""
     taken = {a for n in nodes if not is_product(n) for a in operands(n)}
-    return taken if steep(program) else taken & enlarged(nodes)
+    return taken if steep(program) else taken & enlarged(nodes, later)
 
 
 def steep(program: Program) -> bool:

@@ -30,6 +30,7 @@ from ttmdsl.schedule import (
     weights,
     wider_order,
 )
+from ttmdsl.vector_kernels import is_vector
 
 ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside what addresses and masks take
 CLOSE = 1.15 * ROOM  # a little more, which spills little
@@ -211,8 +212,9 @@ def _passing(
 
 @functools.lru_cache(16)
 def _taken_exactly(kernel: Kernel) -> set[Node]:
-    """What passes between its parts in float32."""
-    return taken_exactly([n for n in kernel.nodes if n not in kernel.given], kernel.program)
+    """What passes between its parts in float32. Of sums of tiles that it leaves, gradients of gates follow (vector_kernels.py)."""
+    left = filter(is_vector, kernel.saves)
+    return taken_exactly([n for n in kernel.nodes if n not in kernel.given], kernel.program, left)
 
 
 def _gates_last(kernel: Kernel, weight: Weight, most: float) -> list[tuple[float, list[Kernel]]]:

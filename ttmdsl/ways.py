@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ttmdsl.ahead import prologue, scaled, shared_products, worth_saving
-from ttmdsl.apart import found_last
 from ttmdsl.ir import DEAR, Node, Program, depends_on, is_token_tile, reachable, tied
 from ttmdsl.kernels import Kernel
 from ttmdsl.rounding import taken_exactly
 from ttmdsl.scans import free_axis, passed_on, scans_of
 from ttmdsl.schedule import FULL, Weight
 from ttmdsl.staging import DOUBT, SCAN, cost, spilled_at_128, staged, work
+from ttmdsl.vector_kernels import found_last
 
 Division = Sequence[Sequence[str]]
 

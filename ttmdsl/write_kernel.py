@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
-from ttmdsl.apart import is_vector
 from ttmdsl.builder import Builder
 from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Node, Program, base_dim, is_large, is_matmul
 from ttmdsl.kernel_text import Ahead, Argument, KernelText
@@ -40,6 +39,7 @@ from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.tuning import NOTHING, Tables, signature
+from ttmdsl.vector_kernels import is_vector
 from ttmdsl.write_alone import Alone
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
@@ -81,7 +81,9 @@ class KernelWriter:
         text.dims = list(dict.fromkeys([*text.dims, *self._strides(nodes)]))
         text.uses = {str(n.attr[0]) for n in nodes if n.op in DECAYED | {"mask"} and n not in given}
         text.uses |= {n.role for n in nodes if n.role in ("live", "last")}
-        text.uses |= {"place" for n in nodes if n.op in ("diagonal", "behind", "shift") and n.attr[1] == PAST and n not in given}
+        text.uses |= {
+            "place" for n in nodes if n.op in ("diagonal", "behind", "shift") and n.attr[1] == PAST and n not in given
+        }
         text.uses |= {"wide" for n in nodes if n in printer.wide and n not in given}
         text.uses |= {"apart"} if printer.apart else set()
         text.fresh = sorted({int(n.name) for n in nodes if n.role == "fresh"})
