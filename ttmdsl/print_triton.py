@@ -223,14 +223,15 @@ class TritonPrinter(Printer):
         return f"{here} {there}"
 
     def _shift(self, node: Node) -> str:
-        """A vector over tokens at others: few of the tokens before a unit are found by a sum, Triton gathers the rest."""
+        """A vector over tokens at others, which is gathered from these."""
         (x,), (by, axis) = node.args, node.attr
+        later = "t" in x.axes
         if axis == "s":
-            return f"_tile_shifted({self.tile(x)}, t_ {'+' if 't' in x.axes else '-'} {by}, BT)"
-        both = self.builder.order((*x.axes, *node.axes))
-        dims = tuple(a for a in x.axes if a == PAST and self.padding.of(x, a) != "zero")
-        found = at(strip(self.masked(x, dims)) if dims else self.tile(x), x.axes, both)
-        return self._reduce("sum", f"tl.where({self._ago(str(axis), both)} == {by}, {found}, 0.0)", both, x.axes)
+            return f"_tile_shifted({self.tile(x)}, t_ {'+' if later else '-'} {by}, BT)"
+        if later:
+            return f"_tile_shifted({self.tile(x)}, ahead + {int(by) - 1} - o_{PAST}, BT)"
+        found = self.masked(x, (PAST,)) if self.padding.of(x, PAST) != "zero" else self.tile(x)
+        return f"_tile_shifted({strip(found)}, {by} - place, P_{PAST})"
 
     def _tame(self, node: Node, text: str) -> str:
         """A function; if it is infinite at 0, with 0 beyond the ends of the dims."""

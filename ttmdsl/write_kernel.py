@@ -44,7 +44,7 @@ from ttmdsl.write_alone import Alone
 from ttmdsl.write_rounds import emit_rounds, over_blocks
 
 LOCALS = frozenset(
-    "tl triton torch n h i j u row_h alive lower strict live last first length count unit_0 t_ offset place H BT"
+    "tl triton torch n h i j u row_h alive ahead lower strict live last first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE BY_WARP DIMS_FIRST KEEP SEGMENT EVEN ORDER row head back slot"
     " inside token program step block lane here there begin fresh piece slot_0 tokens row_s".split()
 )
