@@ -40,7 +40,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_un
         stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if prelude.stepped(t))],
         marks=[t.name for t in prelude.tensors if t.name in (FIRST, LAST)],
         firsts=[(made.keyword, t.keyword, t.kind == "param") for made, t in prelude.firsts],
-        values=[*shared.each(), *rest.each(), *shared.of_windows()],
+        values=[*shared.each(), *rest.each(), *(v for v in shared.of_windows() if not v["tensor"])],
         groups=[
             (values, pad) for values, pad in ((shared, "    "), (rest, "        ")) if values.made or values.weights
         ],
@@ -83,16 +83,24 @@ class _Values:
         return [_value(self.spec, tensor, e) for tensor, e in self.made]
 
     def of_windows(self) -> list[dict[str, object]]:
-        """The same for weights of windows: `keywords` from that of the token the longest time ago on."""
+        """The same for weights of windows: `keywords` from that of the token the longest time ago on; the `tensor` that
+        they are as it is given, if they are one."""
         found = []
         for tensors, e in self.weights:
             whole = s.Tensor(f"{tensors[0].name[:-1]}s", tensors[0].kind, e.shape)
-            found.append(_value(self.spec, whole, e) | {"keywords": [t.keyword for t in reversed(tensors)]})
+            keywords = [t.keyword for t in reversed(tensors)]
+            found.append(_value(self.spec, whole, e) | {"keywords": keywords, "tensor": self._as_given(e)})
         return found
+
+    def _as_given(self, e: s.Expr) -> str:
+        """The keyword of the tensor that an expression is, of one that is computed with as it is; else ""."""
+        named = [t for t in self.spec.tensors if isinstance(e, s.Ref) and t.name == e.name]
+        return next((t.keyword for t in named if t.range != "decay" and t.kind != "param"), "")
 
     def sources(self) -> list[dict[str, object]]:
         """What they are made of, and what their code asks for sizes."""
-        nodes = [n for _, e in (*self.made, *self.weights) for n in walk(e)]
+        weights = [made for made in self.weights if not self._as_given(made[1])]
+        nodes = [n for _, e in (*self.made, *weights) for n in walk(e)]
         names = {n.name for n in nodes if isinstance(n, s.Ref)}
         sizes = {n.dim for n in nodes if isinstance(n, s.Size)}
         names |= {next((t.name for t in self.spec.tensors if dim in t.shape), "") for dim in sizes}
