@@ -112,15 +112,18 @@ class Interpreter:
                 return spread(args[0], node.args[0].axes, axes).masked_fill(
                     ~self.keep(str(node.attr[0]), axes), float(str(node.attr[1]))
                 )
-            case "still":  # what it hides from differentiation is found by another way
-                return args[0]
             case "diagonal":
+                ago = self._ago(str(node.attr[1]), axes)
+                return torch.where(ago == int(node.attr[0]), spread(args[0], node.args[0].axes, axes), 0.0)
+            case "behind":
+                by, axis, fill = int(node.attr[0]), str(node.attr[1]), float(str(node.attr[2]))
+                return torch.where(self._ago(axis, axes) >= by, spread(args[0], node.args[0].axes, axes), fill)
+            case "shift":
                 by, axis = int(node.attr[0]), str(node.attr[1])
-                t, other = torch.arange(self.length("t")), torch.arange(self.length(axis))
-                ago = spread(t, ("t",), axes) - spread(other, (axis,), axes)
-                if axis != "s":  # tokens before the first, the last one first
-                    ago = spread(t + 1, ("t",), axes) + spread(other, (axis,), axes)
-                return torch.where(ago == by, spread(args[0], node.args[0].axes, axes), 0.0)
+                (source,) = node.args[0].axes
+                both = tuple(x for x in (PAST, "t", "s") if x in (source, *axes))
+                found = torch.where(self._ago(axis, both) == by, spread(args[0], (source,), both), 0.0)
+                return found.sum(both.index(source))
             case "cumsum":
                 dim = axes.index(str(node.attr[0]))
                 return args[0].flip(dim).cumsum(dim).flip(dim) if node.attr[1] else args[0].cumsum(dim)
@@ -152,6 +155,13 @@ class Interpreter:
         n = self.sizes["t"]
         lower = torch.ones(n, n, dtype=torch.bool).tril(0 if kind == "lower" else -1)
         return spread(lower, ("t", "s"), axes)
+
+    def _ago(self, axis: str, axes: Axes) -> Tensor:
+        """How many tokens before t one of the axis is; those before the first token come last one first."""
+        t, other = torch.arange(self.length("t")), torch.arange(self.length(axis))
+        if axis == "s":
+            return spread(t, ("t",), axes) - spread(other, (axis,), axes)
+        return spread(t + 1, ("t",), axes) + spread(other, (axis,), axes)
 
     def _sum(self, x: Tensor, axes: Axes, over: Axes) -> Tensor:
         dims = [axes.index(a) for a in over]

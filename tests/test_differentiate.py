@@ -39,6 +39,10 @@ class Inputs:
     def later(self, x: Node) -> Node:
         return self.b.rename(x, "t", "s")
 
+    def number(self, x: Node) -> Node:
+        """[t]: one for each token."""
+        return self.b.sum(self.b.map("tanh", x), {"i"})
+
     def total(self) -> Node:
         return self.b.cumsum(self.g)
 
@@ -79,8 +83,13 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "mask before exp2": lambda n, b: b.map("exp2", b.mask(n.pairs(n.x, n.y), "lower", float("-inf"))),
     "diagonal": lambda n, b: b.diagonal(b.map("tanh", n.x), 2),
     "diagonal of tokens before": lambda n, b: b.contract(b.diagonal(n.g, 2, PAST), n.before, {PAST}),
-    # what it is of is differentiated by way of the other factor
-    "still": lambda n, b: b.mul(b.map("exp2", b.still(n.x)), b.map("exp2", b.sub(n.x, b.still(n.x)))),
+    "behind": lambda n, b: b.behind(n.pairs(n.x, n.y), 2),
+    "behind before exp2": lambda n, b: b.map("exp2", b.behind(n.pairs(n.x, n.y), 1, fill=float("-inf"))),
+    "behind by tokens before": lambda n, b: b.contract(b.behind(n.number(n.x), 3, PAST), n.before, {PAST}),
+    "shift": lambda n, b: b.shift(n.number(n.x), 2),
+    "shift back": lambda n, b: b.shift(n.later(n.number(n.x)), 1),
+    "shift to tokens before": lambda n, b: b.mul(n.before, b.shift(n.number(n.x), 2, PAST)),
+    "shift from tokens before": lambda n, b: b.shift(b.sum(b.map("tanh", n.before), {"i"}), 1, PAST),
     "cumsum": lambda n, b: b.cumsum(n.x),
     "cumsum backwards": lambda n, b: b.cumsum(n.x, reverse=True),
     "newton_schulz": lambda n, b: b.make("newton_schulz", (n.S,), n.S.axes, "j", 3),
@@ -220,18 +229,3 @@ def test_layer(name: str, consts: dict[str, float]) -> None:
     for kind, form in forms(name, consts).items():
         verify(form.forward)
         compare(form.forward, seed=len(kind))
-
-
-@pytest.mark.parametrize(("name", "consts"), [("omega_linear", {"b": 4}), ("swla", {})], ids=lambda p: str(p))
-def test_what_is_still_is_differentiated_another_way(name: str, consts: dict[str, float]) -> None:
-    """A form has no `still` left, forward or backward; its gradients are those of what it computes."""
-    for kind, form in forms(name, consts).items():
-        backward = differentiate(form.forward)
-        assert not any(n.op == "still" for p in (form.forward, form.backward) for n in p.nodes)
-        assert (backward.outputs == form.backward.outputs) == (kind == "token")  # of decays by way of rates
-        generator = torch.Generator().manual_seed(1)
-        leaves = sorted({*backward.leaves(), *form.backward.leaves()}, key=lambda n: n.id)
-        value = Interpreter({n: draw_leaf(n, SIZES, generator) for n in leaves}, SIZES)
-        assert backward.outputs.keys() == form.backward.outputs.keys()
-        for output, expected in backward.outputs.items():
-            torch.testing.assert_close(value(form.backward.outputs[output]), value(expected), rtol=1e-9, atol=1e-9)

@@ -82,6 +82,8 @@ CASES = [
     ("a token's mask", lambda b, x, p: b.mask(x, "lower"), "zero"),
     ("a token's mask of minus infinity", lambda b, x, p: b.mask(x, "lower", float("-inf")), "wild"),
     ("tokens before", lambda b, x, p: b.contract(b.diagonal(b.sum(x, {"i"}), 2, PAST), x, {"t"}), "zero"),
+    ("a mask of tokens long ago", lambda b, x, p: b.behind(x, 2), "zero"),
+    ("that of minus infinity", lambda b, x, p: b.behind(x, 2, fill=float("-inf")), "wild"),
     ("maximum with a number", lambda b, x, p: b.map("max", x, b.const(0.5)), "finite"),
 ]
 
