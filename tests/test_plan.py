@@ -18,7 +18,7 @@ from ttmdsl import staging
 from ttmdsl import ways as searching
 from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
-from ttmdsl.ir import PAST, Node, Program, is_matmul, is_product, operands, original, reachable
+from ttmdsl.ir import PAST, TOKEN_AXES, Node, Program, is_matmul, is_product, operands, original, reachable
 from ttmdsl.kernels import Kernel
 from ttmdsl.loader import read
 from ttmdsl.lower import Form
@@ -38,6 +38,7 @@ from ttmdsl.staging import (
     spilled_at_128,
     staged,
 )
+from ttmdsl.vector_kernels import LEAST, crosses_tokens, is_vector
 from ttmdsl.ways import split
 from ttmdsl.write_kernel import saved_name, turned
 
@@ -331,9 +332,12 @@ def test_gradients_of_gates_take_products_that_are_shared_as_they_are(name: str)
     shared = {n for k in found.backward[: walks.start] for n in k.saves if is_product(n)} - used
     taken = set()
     for kernel in found.backward[walks.stop :]:
-        gates = [v for _, v in kernel.outputs if len(v.axes) < 2]
+        sums = [
+            n for n in kernel.saves if is_vector(n)
+        ]  # what gradients of gates follow from, in a kernel of their own
+        gates = [*sums, *(v for _, v in kernel.outputs if len(v.axes) < 2)]
         nodes = [n for n in reachable(gates, kernel.given) if n not in kernel.given]
-        here = shared & enlarged(nodes) & {a for n in nodes if not is_product(n) for a in n.args}
+        here = shared & enlarged(nodes, sums) & {a for n in nodes if not is_product(n) for a in n.args}
         assert here <= kernel.exact
         taken |= here
     assert taken
@@ -430,9 +434,10 @@ def test_weights_of_tokens_alone_are_found_ahead_of_a_scan_whose_writes_are_free
     """A window's: all that the scan would take is as large as an input, or a state, and stays there."""
     for kind, form in forms("swla", {}).items():
         if kind != "token":
-            before, *_ = plan(kind, form).forward
-            assert before.kind == "map"
-            assert {n.axes for n in before.saves if n.role != "token"} == {("t", "s"), (PAST, "t")}
+            vectors, before, *_ = plan(kind, form).forward
+            assert before.kind == vectors.kind == "map"
+            assert {n.axes for n in before.saves} == {("t", "s"), (PAST, "t")}
+            assert set(before.given) <= set(vectors.saves)
     for name in ("retnet", "mamba2", "linear_attention"):  # one product for weights
         assert [k.kind for k in plan("chunk", forms(name, {})["chunk"]).forward] == ["scan"]
 
@@ -464,7 +469,48 @@ def test_units_of_few_tokens_have_a_kernel_for_gates() -> None:
     assert not any(n.op == "leaf" for k in plan("chunk", deep, 16).forward for n in k.saves)
 
 
-@pytest.mark.parametrize(("name", "consts"), [("titans_linear", {"b": 64}), ("omega_linear", {"b": 64})])
+@pytest.mark.parametrize(("name", "consts"), [("omega_linear", {"b": 4}), ("swla", {}), ("omega_net", {"b": 4})])
+def test_vectors_that_wait_for_many_sums_over_tokens_have_kernels_by_themselves(
+    name: str, consts: dict[str, float]
+) -> None:
+    """Beside tiles each such sum would cross warps, and wait for the one before it."""
+    for kind, form in forms(name, consts).items():
+        if kind == "token":
+            continue
+        found = plan(kind, form)
+        first, *_, last = found.kernels() if not found.parts else (*found.forward, *found.backward)
+        assert all(map(is_vector, (*first.nodes, *last.nodes)))
+        assert first.saves
+        assert all(len(v.axes) < 2 for _, v in last.outputs)
+        others = [k for k in found.kernels() if k not in (first, last)]
+        computed = [n for k in others for n in k.nodes if n not in k.given]
+        assert not any(n.op in ("shift", "cumsum") for n in computed)
+        assert sum(crosses_tokens(n) for k in (first, last) for n in k.nodes if n not in k.given) >= 2 * LEAST
+        sums = [n for n in last.given if n not in first.saves]
+        assert all(is_vector(n) for n in sums)
+        assert set(sums) <= {n for k in others for n in k.saves}
+        gates = {f"d:{t}" for t, v in form.backward.outputs.items() if t.startswith("d:") and len(v.axes) < 2}
+        assert {f"d:d:{k}" for k, _ in last.outputs} == gates
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta_net", "titans_linear", "trellis", "lattice_dec"])
+def test_where_few_sums_are_waited_for_vectors_stay_with_tiles(name: str) -> None:
+    found = plan(
+        "chunk", forms(name, {"b": 64} if name in ("trellis", "titans_linear", "lattice_dec") else {})["chunk"]
+    )
+    assert not any(all(map(is_vector, k.nodes)) for k in found.kernels())
+
+
+def test_weights_of_a_window_take_no_product() -> None:
+    """Once all tokens have added it that do, a write only decays."""
+    form = forms("omega_linear", {"b": 64})["chunk"]
+    weights = [n for n in form.forward.nodes if n.op == "behind"]
+    assert {n.attr[1] for n in weights} == {"s", PAST}
+    products = [n for p in (form.forward, form.backward) for n in p.nodes if is_product(n)]
+    assert not any(all(set(a.axes) <= set(TOKEN_AXES) for a in n.args) for n in products)
+
+
+@pytest.mark.parametrize(("name", "consts"), [("titans_linear", {"b": 64})])
 def test_a_product_that_is_wanted_transposed_is_found_so(name: str, consts: dict[str, float]) -> None:
     found = plan("chunk", forms(name, consts)["chunk"])
     wanted = [n for k in found.kernels() for n in turned(k)]
