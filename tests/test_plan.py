@@ -332,9 +332,7 @@ def test_gradients_of_gates_take_products_that_are_shared_as_they_are(name: str)
     shared = {n for k in found.backward[: walks.start] for n in k.saves if is_product(n)} - used
     taken = set()
     for kernel in found.backward[walks.stop :]:
-        sums = [
-            n for n in kernel.saves if is_vector(n)
-        ]  # what gradients of gates follow from, in a kernel of their own
+        sums = [n for n in kernel.saves if is_vector(n)]  # what gradients of gates follow from
         gates = [*sums, *(v for _, v in kernel.outputs if len(v.axes) < 2)]
         nodes = [n for n in reachable(gates, kernel.given) if n not in kernel.given]
         here = shared & enlarged(nodes, sums) & {a for n in nodes if not is_product(n) for a in n.args}
@@ -495,9 +493,8 @@ def test_vectors_that_wait_for_many_sums_over_tokens_have_kernels_by_themselves(
 
 @pytest.mark.parametrize("name", ["mamba2", "gated_delta_net", "titans_linear", "trellis", "lattice_dec"])
 def test_where_few_sums_are_waited_for_vectors_stay_with_tiles(name: str) -> None:
-    found = plan(
-        "chunk", forms(name, {"b": 64} if name in ("trellis", "titans_linear", "lattice_dec") else {})["chunk"]
-    )
+    consts = {"b": 64.0} if name in ("trellis", "titans_linear", "lattice_dec") else {}
+    found = plan("chunk", forms(name, consts)["chunk"])
     assert not any(all(map(is_vector, k.nodes)) for k in found.kernels())
 
 

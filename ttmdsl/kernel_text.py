@@ -54,9 +54,9 @@ class Kept:
 @dataclass
 class KernelText:
     """What a kernel template needs; lists are lines of code. `of`: what alone a map holds, if it holds no
-    state; `by_token`: a scan over single tokens. `found`: what a walk that finds a segment's states again leaves of every token, and its axes.
-    `steps`: gradient steps of a token that it deals out by itself. `aside`: what no token's value takes part in, once
-    the first token is being loaded. `others`: the body in other orders, by their numbers."""
+    state; `by_token`: a scan over single tokens. `found`: what a walk that finds a segment's states again leaves of
+    every token, and its axes. `steps`: gradient steps of a token that it deals out by itself. `aside`: what no token's
+    value takes part in, once the first token is being loaded. `others`: the body in other orders, by their numbers."""
 
     name: str
     doc: str

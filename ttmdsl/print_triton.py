@@ -229,7 +229,8 @@ class TritonPrinter(Printer):
         if axis == "s":
             return f"_tile_shifted({self.tile(x)}, t_ {'+' if later else '-'} {by}, BT)"
         if later:
-            return f"_tile_shifted({self.tile(x)}, ahead + {int(by) - 1} - o_{PAST}, BT)"
+            at_token = f"tl.where(o_{PAST} < {by}, ahead + {int(by) - 1} - o_{PAST}, -1)"
+            return f"_tile_shifted({self.tile(x)}, {at_token}, BT)"
         found = self.masked(x, (PAST,)) if self.padding.of(x, PAST) != "zero" else self.tile(x)
         return f"_tile_shifted({strip(found)}, {by} - place, P_{PAST})"
 

@@ -212,7 +212,8 @@ def _passing(
 
 @functools.lru_cache(16)
 def _taken_exactly(kernel: Kernel) -> set[Node]:
-    """What passes between its parts in float32. Of sums of tiles that it leaves, gradients of gates follow (vector_kernels.py)."""
+    """What passes between its parts in float32."""
+    # of sums of tiles that it leaves, gradients of gates follow (vector_kernels.py)
     left = filter(is_vector, kernel.saves)
     return taken_exactly([n for n in kernel.nodes if n not in kernel.given], kernel.program, left)
 
