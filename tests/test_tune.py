@@ -245,6 +245,22 @@ def test_the_budget_ends_it_and_what_was_found_is_kept(tmp_path: Path) -> None:
     assert read(path) == table
 
 
+def test_what_was_found_is_kept_where_it_is_interrupted(tmp_path: Path) -> None:
+    class Interrupted(FakeLab):
+        def check(self, trials: Sequence[Trial]) -> list[Verdict]:
+            if len(self.timed) > self.jobs:  # by the rules, and a round
+                raise KeyboardInterrupt
+            return super().check(trials)
+
+    fake, path, said = Interrupted(), tmp_path / "sm_90.json", list[str]()
+    first = candidates(SCAN)[0]
+    fake.faster = quick("scan", 60, **first)
+    with pytest.raises(KeyboardInterrupt):
+        tune([CASE], "sm_90", path, Settings(), fake, said.append)
+    assert next(e.config for e in read(path).kernels if e.kernel == SCAN.kernel) == first
+    assert said == []  # what may change yet
+
+
 def test_what_is_right_is_timed_before_more_is_compiled(tmp_path: Path) -> None:
     """Where compilation takes all the time, one batch is compiled, no second begun, and the first one's best kept."""
     fake, path = FakeLab(), tmp_path / "sm_90.json"

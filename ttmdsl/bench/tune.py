@@ -105,7 +105,8 @@ def tune(
         head = f"{case.layer} {','.join(map(str, case.shape))}"
         try:
             for what, part in _tuned(case, target, settings, lab, lambda: now() > end):
-                say(f"{head} {what}")
+                if what:
+                    say(f"{head} {what}")
                 table = table.merge(part)
                 _write(path, table)
         except RuntimeError as error:
@@ -124,7 +125,7 @@ def _write(path: Path, table: Table) -> None:
 def _tuned(
     case: Case, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
 ) -> Iterator[tuple[str, Table]]:
-    """What was found out about each form and kernel of a case, as soon as it was."""
+    """What was found out about each form and kernel of a case, as soon as it was; no word of what may change yet."""
     if late():
         raise RuntimeError("no time left")
     plain = Trial(case)
@@ -143,8 +144,8 @@ def _tuned(
             raise RuntimeError(f"its kernels as tuned, together: {wrong}")
         default = _microseconds(lab.times(tuned), name)
         lengths = _others(entry, [{"chunk": n} for n in (32, 64, 128)])
-        measured = _measured(plain, {name: lengths}, lab, late)[name]
-        chosen, excluded = _best(entry, default, lengths, measured, settings)
+        *_, measured = _measured(plain, {name: lengths}, lab, late)
+        chosen, excluded = _best(entry, default, lengths, measured[name], settings)
         yield f"{name}: {_line(chosen[0])}", Table(target, chunks=chosen, excluded=excluded)
         if chosen[0].config != entry.config:
             tuned = yield from _kernels(Trial(case, {name: chosen[0].config}), target, settings, lab, late)
@@ -158,14 +159,16 @@ def _kernels(
     base, facts = lab.times(plain), lab.facts(plain)
     long = _long(base, facts, settings)
     configs = {name: _others(facts.kernels[name], candidates(facts.kernels[name])) for name in long}
-    measured = _measured(plain, configs, lab, late)
     found: dict[str, list[Entry]] = {}
-    for name in long:
-        if all(what is None for what in measured[name]):
-            continue
-        entry, default = facts.kernels[name], _microseconds(base, name)
-        found[name], excluded = _best(entry, default, configs[name], measured[name], settings)
-        yield f"{name}: {_line(found[name][0])}", Table(target, kernels=found[name], excluded=excluded)
+    wrong: dict[str, list[Entry]] = {}
+    for measured in _measured(plain, configs, lab, late):
+        for name in long:
+            if any(what is not None for what in measured[name]):
+                entry, default = facts.kernels[name], _microseconds(base, name)
+                found[name], wrong[name] = _best(entry, default, configs[name], measured[name], settings)
+                yield "", Table(target, kernels=found[name], excluded=wrong[name])
+    for name, chosen in found.items():
+        yield f"{name}: {_line(chosen[0])}", Table(target, kernels=chosen, excluded=wrong[name])
     tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in found.items()}})
     return (yield from _orders(tuned, found, facts.orders, target, settings, lab, late))
 
@@ -213,13 +216,18 @@ def _orders(
         if name in orders
     }
     best: dict[str, Config] = {}
-    for name, times in _measured(tuned, configs, lab, late).items():
-        first, *others = found[name]
-        (fastest, *_), excluded = _best(first, first.us, configs[name], times, settings)
-        best[name] = fastest.config
-        if fastest.config != first.config or excluded:
-            kept = [replace(fastest, default_us=first.default_us), *others]
-            yield f"{name}: {_line(kept[0])}", Table(target, kernels=kept, excluded=excluded)
+    parts: dict[str, Table] = {}
+    for measured in _measured(tuned, configs, lab, late):
+        for name, times in measured.items():
+            first, *others = found[name]
+            (fastest, *_), excluded = _best(first, first.us, configs[name], times, settings)
+            best[name] = fastest.config
+            if fastest.config != first.config or excluded:
+                kept = [replace(fastest, default_us=first.default_us), *others]
+                parts[name] = Table(target, kernels=kept, excluded=excluded)
+                yield "", parts[name]
+    for name, part in parts.items():
+        yield f"{name}: {_line(part.kernels[0])}", part
     if late():
         raise RuntimeError("no time left")
     return Trial(tuned.case, {**tuned.forced, **best})
@@ -262,9 +270,9 @@ def _others(entry: Entry, configs: Iterable[Config]) -> list[Config]:
 
 def _measured(
     plain: Trial, configs: Mapping[str, Sequence[Config]], lab: Lab, late: Callable[[], bool]
-) -> dict[str, list[float | str | None]]:
-    """Microseconds of each configuration of kernels or forms, or what is wrong with it; None if no time was left.
-    RuntimeError if none was for any."""
+) -> Iterator[dict[str, list[float | str | None]]]:
+    """Microseconds of each configuration of kernels or forms, or what is wrong with it; None if no time was left: after
+    each round of trials those so far. RuntimeError if there was time for none."""
     found: dict[str, list[float | str | None]] = {name: [None] * len(ways) for name, ways in configs.items()}
 
     def trial(numbers: Mapping[str, int]) -> Trial:
@@ -305,9 +313,10 @@ def _measured(
                 for name, i in numbers.items():
                     found[name][i] = _microseconds(times, name)
         waiting = [*waiting[lab.jobs :], *others]
+        yield found
     if most and all(what is None for ways in found.values() for what in ways):
         raise RuntimeError("no time left")
-    return found
+    yield found
 
 
 def _best(
