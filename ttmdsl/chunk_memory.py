@@ -298,6 +298,7 @@ class ChunkMemory:
 
 
 def total(b: Builder, parts: list[Node]) -> Node:
+    """The sum of several values."""
     return functools.reduce(b.add, parts)
 
 
