@@ -122,12 +122,8 @@ class ChunkMemory:
     def _spread(self, band: Band) -> Node:
         """spread[t, s]: how often t adds what s writes."""
         b = self.b
-        return b.label(
-            self._of_chunk(band, total(b, [self._at(band, by, band.rates[by]) for by in band.delays])), "spread"
-        )
-
-    def _at(self, band: Band, by: int, x: Node) -> Node:
-        return self.b.diagonal(x, by, band.axis)
+        taken = total(b, [b.diagonal(band.rates[by], by, band.axis) for by in band.delays])
+        return b.label(self._of_chunk(band, taken), "spread")
 
     def _of_chunk(self, band: Band, x: Node) -> Node:
         """Zero where s is no token of the chunk."""
@@ -139,22 +135,21 @@ class ChunkMemory:
         masses, reached = self._masses(band)
         gap = b.sub(self.total, reached)
         far = b.map("exp2", b.behind(gap, band.reach, band.axis, float("-inf")))
-        near = [self._at(band, by, masses[by]) for by in band.delays if by < band.reach]
+        near = [b.diagonal(masses[by], by, band.axis) for by in band.delays if by < band.reach]
         return b.label(total(b, [b.mul(far, masses[band.reach]), *near]), "weights")
 
-    def _masses(self, band: Band) -> tuple[dict[int, Node], Node]:
+    def _masses(self, band: Band) -> tuple[list[Node], Node]:
         """How much of what s wrote is there so many tokens after s, as far as windows reach; and log2 of the decay from
         the chunk's start to the last of these."""
         b = self.b
         here, nothing = band.axis == "s", b.zero({PAST})
-        mass = b.rename(band.rates[0], "t", "s") if here else nothing
+        masses = [b.rename(band.rates[0], "t", "s") if here else nothing]
         reached = b.rename(self.total, "t", "s") if here else nothing
-        masses = {0: mass}
         for by in range(1, len(band.rates)):
             decay = b.shift(self.log_decay, by, band.axis)
             added = self._of_chunk(band, b.shift(band.rates[by], by, band.axis))
-            mass = b.add(b.mul(b.map("exp2", decay), mass), added)
-            masses[by], reached = mass, b.add(reached, decay)
+            masses.append(b.add(b.mul(b.map("exp2", decay), masses[-1]), added))
+            reached = b.add(reached, decay)
         return masses, reached
 
     def _pushes(self, moment: Moment) -> Node:

@@ -91,16 +91,9 @@ def _mask(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     yield n.args[0], b.mask(d, n.attr[0])
 
 
-def _diagonal(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
-    yield n.args[0], b.diagonal(d, int(n.attr[0]), str(n.attr[1]))
-
-
-def _behind(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
-    yield n.args[0], b.behind(d, int(n.attr[0]), str(n.attr[1]))
-
-
-def _shift(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
-    yield n.args[0], b.shift(d, int(n.attr[0]), str(n.attr[1]))
+def _by_delay(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    """What keeps or moves values by how many tokens are between two does the same to their cotangents."""
+    yield n.args[0], getattr(b, n.op)(d, int(n.attr[0]), str(n.attr[1]))
 
 
 def _cumsum(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
@@ -241,9 +234,9 @@ RULES: dict[str, Rule] = {
     "sum": lambda b, n, d: iter([(n.args[0], b.expand(d, n.args[0].axes))]),
     "contract": _contract,
     "mask": _mask,
-    "diagonal": _diagonal,
-    "behind": _behind,
-    "shift": _shift,
+    "diagonal": _by_delay,
+    "behind": _by_delay,
+    "shift": _by_delay,
     "cumsum": _cumsum,
     "tri_inv": _tri_inv,
     "newton_schulz": _newton_schulz,

@@ -81,6 +81,7 @@ STRUCTURAL = frozenset(
     " newton_schulz_back decay_dot decay_mix decay_mix_t norm_scan norm_slopes norm_adjoint".split()
 )
 REDUCING = frozenset({"sum", "amax", "contract"})
+_ALONG = frozenset({"sum", "amax", "cumsum", "shift", "tri_inv"})  # what goes along an axis, and needs it whole
 MASKS = frozenset({"mask", "behind"})  # what keeps a part of a tile of tokens; their last attribute fills the rest
 
 
@@ -350,11 +351,7 @@ def verify(program: Program) -> None:
             held[n] &= {x for a in n.args for x in held[a]}
         assert n.op == "expand" or held[n] == {*n.axes}, (n.op, n.axes, held[n])
         assert n.op in ELEMENTWISE | STRUCTURAL, n.op
-        # what goes along an axis needs it whole
-        assert n.op not in ("sum", "amax", "cumsum", "shift", "tri_inv") or n.args[0].op != "expand", (
-            n.op,
-            n.args[0].axes,
-        )
+        assert n.op not in _ALONG or n.args[0].op != "expand", (n.op, n.args[0].axes)
         union = {x for a in n.args for x in a.axes}
         if n.op in ELEMENTWISE:
             assert set(n.axes) == union, (n.op, n.axes, union)

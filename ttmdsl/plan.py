@@ -118,11 +118,11 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
     chained = tied(form.forward, "carry")
     everything = (*form.forward.outputs.values(), *form.backward.outputs.values())
     vectors = found_ahead(f"_{name}_forward_vectors", form.forward, everything)
-    found = vectors.saves if vectors else ()
-    before = prologue(f"_{name}_forward_free", form.forward, ends, chained, found)
-    if before and not (needs_dear(ends, chained, found) or weighs(before)):
+    known = vectors.saves if vectors else ()
+    before = prologue(f"_{name}_forward_free", form.forward, ends, chained, known)
+    if before and not (needs_dear(ends, chained, known) or weighs(before)):
         before = weights_alone(before)
-    saved = (*found, *(before.saves if before else ()))
+    saved = (*known, *(before.saves if before else ()))
     passed = passed_on(scans_of(scan, saved, weight))
     walked = {*reachable(scan.roots)}
 
@@ -148,11 +148,11 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
         read = read.giving((*saved, *(n for k in scans for n in k.saves)))
         scans += staged(read, weight)[1] if dim else [read]
         exact |= frozenset(read.saves)
-    result = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), choice, parts)
-    result = _exactly(result, exact.union(n for k in result.kernels() if k.kind == "scan" for n in k.exact))
-    result = _widely(_careful(result) if careful else result)
-    result = _always(_with_gates_ahead(result, tokens))
-    return _in_blocks(_in_rounds(result, dim) if dim else result, tokens)
+    found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), choice, parts)
+    found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
+    found = _widely(_careful(found) if careful else found)
+    found = _always(_with_gates_ahead(found, tokens))
+    return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
 
 
 def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:

@@ -47,6 +47,11 @@ def _dims(axes: Axes, over: Axes) -> str:
     return str(dims[0]) if len(dims) == 1 else str(tuple(dims))
 
 
+def _ago(axis: str) -> str:
+    """How many tokens before t those of an axis are."""
+    return f"unit.{'behind' if axis == 's' else 'past'}"
+
+
 class TorchPrinter(Printer):
     """Prints values with leading batch axes; the unit axis N is one of them, except while `scanning`."""
 
@@ -165,17 +170,12 @@ class TorchPrinter(Printer):
                 fill = float(node.attr[1])
                 if fill == 0 and axes == ("t", "s") == args[0].axes and args[0].op != "expand":
                     return f"{self.text[args[0]]}.tril({0 if node.attr[0] == 'lower' else -1})"
-                # two numbers would give a tile of torch's default dtype
-                kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
-                return f"torch.where(unit.{node.attr[0]}, {kept}, {fill if fill == 0 else '-math.inf'})"
+                return self._masked(node, ops[0], f"unit.{node.attr[0]}")
             case "diagonal":
                 by, axis = node.attr
-                return f"torch.where(unit.{'behind' if axis == 's' else 'past'} == {by}, {strip(ops[0])}, 0.0)"
+                return f"torch.where({_ago(str(axis))} == {by}, {strip(ops[0])}, 0.0)"
             case "behind":
-                by, axis, fill = node.attr
-                kept = strip(ops[0]) if constant(args[0]) is None else f"{strip(ops[0])} * unit.one"
-                where = f"unit.{'behind' if axis == 's' else 'past'} >= {by}"
-                return f"torch.where({where}, {kept}, {'-math.inf' if fill else fill})"
+                return self._masked(node, ops[0], f"{_ago(str(node.attr[1]))} >= {node.attr[0]}")
             case "shift":
                 return self._shift(node)
             case "cumsum":
@@ -207,13 +207,21 @@ class TorchPrinter(Printer):
                 assert node.op in UNARY, node.op
                 return f"torch.{node.op}({strip(ops[0])})"
 
+    def _masked(self, node: Node, text: str, where: str) -> str:
+        """What a mask is of, where that is kept, and elsewhere the mask's fill."""
+        kept, fill = strip(text), float(node.attr[-1])
+        if constant(node.args[0]) is not None:  # two numbers would give a tile of torch's default dtype
+            kept += " * unit.one"
+        return f"torch.where({where}, {kept}, {fill if fill == 0 else '-math.inf'})"
+
     def _shift(self, node: Node) -> str:
+        """A vector over tokens at others."""
         (x,), (by, axis) = node.args, node.attr
         text, later = self.tile(x), "t" in x.axes
         if axis == "s":
             return f"_shifted({text}, {by if later else -by})"
         both = self.builder.order((*x.axes, *node.axes))
-        return f"torch.where(unit.past == {by}, {aligned(text, x.axes, both)}, 0.0).sum({_dims(both, x.axes)})"
+        return f"torch.where({_ago(str(axis))} == {by}, {aligned(text, x.axes, both)}, 0.0).sum({_dims(both, x.axes)})"
 
     def _factors(self, node: Node) -> tuple[str, str]:
         """The two factors of a product of matrices."""

@@ -160,15 +160,15 @@ def _kernels(
     long = _long(base, facts, settings)
     configs = {name: _others(facts.kernels[name], candidates(facts.kernels[name])) for name in long}
     found: dict[str, list[Entry]] = {}
-    wrong: dict[str, list[Entry]] = {}
+    parts: dict[str, Table] = {}
     for measured in _measured(plain, configs, lab, late):
         for name in long:
             if any(what is not None for what in measured[name]):
                 entry, default = facts.kernels[name], _microseconds(base, name)
-                found[name], wrong[name] = _best(entry, default, configs[name], measured[name], settings)
-                yield "", Table(target, kernels=found[name], excluded=wrong[name])
-    for name, chosen in found.items():
-        yield f"{name}: {_line(chosen[0])}", Table(target, kernels=chosen, excluded=wrong[name])
+                found[name], excluded = _best(entry, default, configs[name], measured[name], settings)
+                parts[name] = Table(target, kernels=found[name], excluded=excluded)
+                yield "", parts[name]
+    yield from _said(parts)
     tuned = Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in found.items()}})
     return (yield from _orders(tuned, found, facts.orders, target, settings, lab, late))
 
@@ -226,11 +226,16 @@ def _orders(
                 kept = [replace(fastest, default_us=first.default_us), *others]
                 parts[name] = Table(target, kernels=kept, excluded=excluded)
                 yield "", parts[name]
-    for name, part in parts.items():
-        yield f"{name}: {_line(part.kernels[0])}", part
+    yield from _said(parts)
     if late():
         raise RuntimeError("no time left")
     return Trial(tuned.case, {**tuned.forced, **best})
+
+
+def _said(parts: Mapping[str, Table]) -> Iterator[tuple[str, Table]]:
+    """What was found out about each kernel in the end, with a word for it."""
+    for name, part in parts.items():
+        yield f"{name}: {_line(part.kernels[0])}", part
 
 
 def _long(base: Times, facts: Facts, settings: Settings) -> list[str]:
@@ -314,9 +319,10 @@ def _measured(
                     found[name][i] = _microseconds(times, name)
         waiting = [*waiting[lab.jobs :], *others]
         yield found
-    if most and all(what is None for ways in found.values() for what in ways):
+    if not most:
+        yield found
+    elif all(what is None for ways in found.values() for what in ways):
         raise RuntimeError("no time left")
-    yield found
 
 
 def _best(
