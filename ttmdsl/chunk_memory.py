@@ -123,11 +123,12 @@ class ChunkMemory:
         """spread[t, s]: how often t adds what s writes."""
         b = self.b
         taken = total(b, [b.diagonal(band.rates[by], by, band.axis) for by in band.delays])
-        return b.label(self._of_chunk(band, taken), "spread")
+        return b.label(self._where_seen(band, taken), "spread")
 
-    def _of_chunk(self, band: Band, x: Node) -> Node:
-        """Zero where s is no token of the chunk."""
-        return x if band.axis == PAST else self.b.mul(x, self.b.rename(self.live, "t", "s"))
+    def _where_seen(self, band: Band, x: Node) -> Node:
+        """Zero where what wrote is no token."""
+        b = self.b
+        return b.mul(x, b.leaf("seen", "seen", (PAST,)) if band.axis == PAST else b.rename(self.live, "t", "s"))
 
     def _banded(self, band: Band) -> Node:
         """The same without a product: once all have added it that do, what s wrote only decays."""
@@ -147,7 +148,7 @@ class ChunkMemory:
         reached = b.rename(self.total, "t", "s") if here else nothing
         for by in range(1, len(band.rates)):
             decay = b.shift(self.log_decay, by, band.axis)
-            added = self._of_chunk(band, b.shift(band.rates[by], by, band.axis))
+            added = self._where_seen(band, b.shift(band.rates[by], by, band.axis))
             masses.append(b.add(b.mul(b.map("exp2", decay), masses[-1]), added))
             reached = b.add(reached, decay)
         return masses, reached

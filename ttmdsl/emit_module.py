@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from ttmdsl.errors import CheckError, Diagnostic
 from ttmdsl.names import refusal, snake_case
-from ttmdsl.past import past_axes
+from ttmdsl.past import SEEN_KEPT, past_axes
 from ttmdsl.print_reference import feature_size
 from ttmdsl.spec import Apply, Expr, LayerSpec, MatVec, Memory, Ref, Shape, Tensor
 from ttmdsl.state import ENDINGS, inverse_name, state_shapes
@@ -82,6 +82,7 @@ def emit_module(
         "prelude": sections.get("prelude", "").strip("\n"),
         "past": sections.get("past", "").strip("\n"),
         "bands": bands,
+        "seen_kept": SEEN_KEPT,
         "steps": max(p.optimizer.per_token for p in spec.passes),
         "initial": {m.name: m.initial for m in matrices},
         "consts": spec.consts,

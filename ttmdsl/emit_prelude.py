@@ -7,13 +7,14 @@ autograd, so gradients flow through it. The reference does not use it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ttmdsl import spec as s
-from ttmdsl.past import kept_name, past_name
+from ttmdsl.past import SEEN_KEPT, kept_name, past_name
 from ttmdsl.print_reference import Printer, fn_params
 from ttmdsl.templates import render
-from ttmdsl.unfold import FIRST, LAST, Prelude
+from ttmdsl.unfold import FIRST, LAST, Prelude, seen_name
 from ttmdsl.walk_expr import walk
 
 
@@ -22,13 +23,15 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_un
     `in_units`: one token with gradients goes by units, as many do, in Triton."""
     if prelude.empty:
         return ""
-    nodes = [n for _, e in (*prelude.values, *prelude.weights) for n in walk(e)]
+    nodes = [n for e in (*(e for _, e in prelude.values), *(w.value for w in prelude.weights)) for n in walk(e)]
     stepped = [t.keyword for t in spec.tensors if prelude.stepped(t)]
     bands = prelude.bands
     taken = bands.tensors if bands else prelude.tensors
-    shared = _Values(spec, prelude, [v for v in prelude.values if v[0] in taken or not bands], prelude.weights)
+    weights = {w.whole: w.value for w in prelude.weights if not w.given}
+    shared = _Values(spec, prelude, [v for v in prelude.values if v[0] in taken or not bands], weights)
     rest = _Values(spec, prelude, [v for v in prelude.values if v not in shared.made])
     before = bands.before if bands else ()
+    known = {*(t.keyword for t in taken), *(t["keyword"] for t in shared.sources())}
     return render(
         "prelude.py.j2",
         prelude=prelude,
@@ -40,12 +43,14 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_un
         stepped=[*stepped, *(made.keyword for made, t, _ in prelude.past if prelude.stepped(t))],
         marks=[t.name for t in prelude.tensors if t.name in (FIRST, LAST)],
         firsts=[(made.keyword, t.keyword, t.kind == "param") for made, t in prelude.firsts],
-        values=[*shared.each(), *rest.each(), *(v for v in shared.of_windows() if not v["tensor"])],
-        groups=[
-            (values, pad) for values, pad in ((shared, "    "), (rest, "        ")) if values.made or values.weights
-        ],
+        values=[*shared.values(), *rest.values()],
+        windows=prelude.weights,
+        seen_in_chunks=[by for by in prelude.seen if not bands or seen_name(by) in known],
+        seen_kept=SEEN_KEPT,
+        shared=shared,
+        rest=rest,
         bands=bands,
-        chunks_take=[*(t.keyword for t in taken), *map(kept_name, before)],
+        chunks_take=[*(t.keyword for t in taken), *map(kept_name, before), SEEN_KEPT],
         before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],
         before_made=_Values(spec, prelude, [v for v in prelude.values if v[0] in before]),
         features={n.kind for n in nodes if isinstance(n, s.Features)},
@@ -71,36 +76,24 @@ def _past(prelude: Prelude) -> list[tuple[str, dict[int, str]]]:
 
 @dataclass(frozen=True)
 class _Values:
-    """Tensors that are made of others, and by what; those that are weights of windows all at once."""
+    """Tensors that are made of others, and by what; and weights of windows that are."""
 
     spec: s.LayerSpec
     prelude: Prelude
     made: list[tuple[s.Tensor, s.Expr]]
-    weights: tuple[tuple[tuple[s.Tensor, ...], s.Expr], ...] = ()
+    weights: Mapping[s.Tensor, s.Expr] = field(default_factory=dict)
+
+    def values(self) -> list[dict[str, object]]:
+        """What the template needs to make all of them."""
+        return [*self.each(), *(_value(self.spec, tensor, e) for tensor, e in self.weights.items())]
 
     def each(self) -> list[dict[str, object]]:
-        """What the template needs to make each of them."""
+        """The same but for weights of windows."""
         return [_value(self.spec, tensor, e) for tensor, e in self.made]
-
-    def of_windows(self) -> list[dict[str, object]]:
-        """The same for weights of windows: `keywords` from that of the token the longest time ago on; the `tensor` that
-        they are as it is given, if they are one."""
-        found = []
-        for tensors, e in self.weights:
-            whole = s.Tensor(f"{tensors[0].name[:-1]}s", tensors[0].kind, e.shape)
-            keywords = [t.keyword for t in reversed(tensors)]
-            found.append(_value(self.spec, whole, e) | {"keywords": keywords, "tensor": self._as_given(e)})
-        return found
-
-    def _as_given(self, e: s.Expr) -> str:
-        """The keyword of the tensor that an expression is, of one that is computed with as it is; else ""."""
-        named = [t for t in self.spec.tensors if isinstance(e, s.Ref) and t.name == e.name]
-        return next((t.keyword for t in named if t.range != "decay" and t.kind != "param"), "")
 
     def sources(self) -> list[dict[str, object]]:
         """What they are made of, and what their code asks for sizes."""
-        weights = [made for made in self.weights if not self._as_given(made[1])]
-        nodes = [n for _, e in (*self.made, *weights) for n in walk(e)]
+        nodes = [n for e in (*(e for _, e in self.made), *self.weights.values()) for n in walk(e)]
         names = {n.name for n in nodes if isinstance(n, s.Ref)}
         sizes = {n.dim for n in nodes if isinstance(n, s.Size)}
         names |= {next((t.name for t in self.spec.tensors if dim in t.shape), "") for dim in sizes}

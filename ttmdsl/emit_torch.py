@@ -19,9 +19,10 @@ from ttmdsl.ir import DECAYED, TOKEN_AXES, Node, Program, Role, constant, depend
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
+from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.print_torch import LOCALS, NORMS, ScanPrinter, TorchPrinter
 from ttmdsl.printer import Names, strip, under
-from ttmdsl.spec import LayerSpec
+from ttmdsl.spec import LayerSpec, Tensor
 from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
 
@@ -46,8 +47,9 @@ BACKWARD = _Way("cocarry", "d_carry", "d_", True)
 class _Function:
     """Prints one function of a form: the lines of its body, phase by phase."""
 
-    def __init__(self, name: str, form: Form, program: Program) -> None:
+    def __init__(self, name: str, form: Form, program: Program, tensors: Iterable[Tensor]) -> None:
         self.name, self.form, self.program = name, form, program
+        self.arrays = [t for t in tensors if t.entries]
         self.keeps = name != "token"
         self.names = Names(LOCALS | set(keyword.kwlist))
         self.printer = TorchPrinter(program.builder.fork(), self.names)
@@ -84,12 +86,17 @@ class _Function:
         params = {n.name for p in (self.form.forward, self.program) for n in p.leaves() if n.role == "param"}
         self.body += ["# for all units at once", *self.printer.emit(v for v in grads.values() if constant(v) is None)]
         self.body.append("grads = {")
+        texts: dict[str, str] = {}
         for name, value in grads.items():
             if constant(value) is not None:
-                text = f'torch.zeros_like(x["{name}"])'
+                texts[name] = f"torch.zeros_like({self.array(name)})"
             else:
-                text = self.printer.text[value] + (".sum((0, 2))" if name in params else "")
-            self.body.append(f'    "{name}": {text},')
+                texts[name] = self.printer.text[value] + (".sum((0, 2))" if name in params else "")
+        for t in self.arrays:
+            if not texts.keys().isdisjoint(t.each):
+                entries = ", ".join(texts.pop(name) for name in t.each)
+                texts[t.keyword] = f"torch.stack(torch.broadcast_tensors({entries}), -1)"
+        self.body += [f'    "{name}": {text},' for name, text in texts.items()]
         self.body += ["}", f"return grads, {_dict(ends)}"]
         given = "states" if self.keeps else "carry"
         return {
@@ -97,6 +104,11 @@ class _Function:
             "args": f"x, {given}, unit, d_y, d_carry",
             "body": _released(self.body),
         }
+
+    def array(self, name: str) -> str:
+        """The tensor of that name, or the one that it is an entry of at that place."""
+        found = [f'x["{t.keyword}"][..., {t.each.index(name)}]' for t in self.arrays if name in t.each]
+        return found[0] if found else f'x["{name}"]'
 
     def handed(self, roots: Iterable[Node]) -> list[Node]:
         """What the backward function takes from the forward one: states, and what runs token by token."""
@@ -110,7 +122,9 @@ class _Function:
             match leaf.role:
                 case "token" | "param" | "before":
                     text[leaf] = self.names.get(leaf.name)
-                    self.body.append(f'{text[leaf]} = x["{leaf.name}"]')
+                    self.body.append(f"{text[leaf]} = {self.array(leaf.name)}")
+                case "seen":
+                    text[leaf] = f'x["{SEEN}"]'
                 case "live" | "last":
                     text[leaf] = f"unit.{leaf.role}"
                 case "fresh":
@@ -229,7 +243,7 @@ def _kept(node: Node, made: Node) -> bool:
 
 def _varies(program: Program, nodes: Iterable[Node], printer: TorchPrinter) -> set[Node]:
     """Nodes that have a value of their own in every unit; the others have one for all."""
-    roles = {"token", "before", "cot", "carry", "cocarry", "live", "fresh"}
+    roles = {"token", "before", "seen", "cot", "carry", "cocarry", "live", "fresh"}
     return depends_on(nodes, [n for n in program.leaves() if n.role in roles], printer.operands)
 
 
@@ -247,7 +261,10 @@ def emit_torch(lowered: Lowered) -> str:
         forms["resumed"] = lowered.resumed
     functions = []
     for name, form in forms.items():
-        functions += [_Function(name, form, form.forward).forward(), _Function(name, form, form.backward).backward()]
+        functions += [
+            _Function(name, form, form.forward, spec.tensors).forward(),
+            _Function(name, form, form.backward, spec.tensors).backward(),
+        ]
     ops = {n.op for f in forms.values() for p in (f.forward, f.backward) for n in p.nodes}
     per_channel = bool(ops & DECAYED)
     dims, shapes = {d: _where(spec, d) for d in spec.dims}, state_shapes(spec)
@@ -263,6 +280,8 @@ def emit_torch(lowered: Lowered) -> str:
         batches=lowered.batches,
         params=[t.keyword for t in spec.tensors if t.kind == "param"],
         bands=lowered.bands,
+        seen=SEEN,
+        seen_kept=SEEN_KEPT,
         d_out=spec.passes[-1].read.shape[0],
         dims=dims,
         flipped=sorted(c.name for c in lowered.token.forward.carries() if c.axes != matrix_axes(shapes[c.name])),

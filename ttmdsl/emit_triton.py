@@ -14,10 +14,11 @@ from ttmdsl.kernel_text import KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
+from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.plan import Plan, plan
 from ttmdsl.replay import replay
 from ttmdsl.scans import free_axis, walks_at
-from ttmdsl.spec import LayerSpec
+from ttmdsl.spec import LayerSpec, Tensor
 from ttmdsl.stages import stages
 from ttmdsl.state import POSITION
 from ttmdsl.templates import render
@@ -191,6 +192,11 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTe
     )
 
 
+def _idle(tensor: Tensor, backward: Program) -> bool:
+    """Whether no update of a form depends on a tensor."""
+    return not any(f"d:{name}" in backward.outputs for name in (tensor.keyword, *tensor.each))
+
+
 def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     """The section's source text, with what the tables hold for its kernels."""
     spec = lowered.rule.spec
@@ -207,7 +213,6 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     }
     programs = [p for f in forms.values() for p in (f.forward, f.backward)]
     ops = {n.op for p in programs for n in p.nodes}
-    keywords = [t.keyword for t in spec.tensors]
     return render(
         "triton.py.j2",
         chunks=chunks,
@@ -240,9 +245,11 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         left=alone.keys if alone else (),
         dealt=alone is not None and alone.steps > 1,
         past=PAST,
+        seen=SEEN,
+        seen_kept=SEEN_KEPT,
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},
-        idle=[k for k in keywords if any(f"d:{k}" not in f.backward.outputs for f in forms.values())],
+        idle=[t.keyword for t in spec.tensors if any(_idle(t, f.backward) for f in forms.values())],
         tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
         output=spec.passes[-1].read.shape,
     )

@@ -61,6 +61,7 @@ Role: TypeAlias = Literal[
     "cot",  # cotangent of a per-token output
     "cocarry",  # cotangent of a carry at the end of the unit
     "live",  # 1 where the unit's token exists, else 0
+    "seen",  # the same of the tokens before the unit
     "last",  # 1 at the unit's last position, else 0
     "fresh",  # scalar: 1 where a new group of that many tokens (its name) starts with this unit
     "saved",  # a value that an earlier kernel computed for this unit

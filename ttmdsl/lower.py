@@ -104,4 +104,7 @@ def lower(rule: UpdateRule) -> Lowered | LoweredKernel:
     token = _form(lower_token(rule, chunk.dims))  # forms hand their states to one another
     inverted = any(n.op == "tri_inv" for n in chunk.nodes)
     recurrence: Recurrence = "frozen" if grouped else "affine" if inverted else "additive"
+    if banded:  # a backend's code for both knows the tensors of both
+        tensors = dict.fromkeys((*rule.spec.tensors, *banded.spec.tensors))
+        rule = replace(rule, spec=replace(rule.spec, tensors=tuple(tensors)))
     return Lowered(rule, recurrence, "", token, _form(chunk), resumed, prelude)

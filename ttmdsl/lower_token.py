@@ -21,6 +21,9 @@ def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes, before: bool 
     the tokens before a chunk."""
     env: dict[str, Node] = {}
     for tensor in spec.tensors:
+        if tensor.entries:
+            env |= {} if before else {name: b.leaf("token", name, token_axes) for name in tensor.each}
+            continue
         per_token = tensor.kind != "param"
         axes = (*token_axes, *tensor.shape) if per_token else tensor.shape
         if before and per_token:

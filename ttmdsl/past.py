@@ -10,6 +10,8 @@ from ttmdsl.spec import Delay, Expr, LayerSpec, Ref, Tensor
 from ttmdsl.walk_expr import children
 
 COUNT = "tokens"
+SEEN = "seen__before"  # whether there are tokens before a chunk, each by itself
+SEEN_KEPT = "seen__kept"  # how many there were before this call
 
 
 def past_name(tensor: Tensor) -> str:

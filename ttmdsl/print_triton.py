@@ -321,6 +321,10 @@ class Rows:
     token: str = "row"
     lone: str = "row_h"
 
+    def entry(self, i: int, of: int) -> Rows:
+        """The same of arrays that have so many entries for each, of which one is meant."""
+        return Rows(f"({self.first} * {of} + {i})", f"{self.token} * {of}", f"{self.lone} * {of} + {i}")
+
 
 OF_TENSORS = Rows()
 

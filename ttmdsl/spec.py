@@ -355,7 +355,8 @@ Expr: TypeAlias = (
 class Tensor:
     """A keyword of `op`: an input `[B, T, H, *shape]`, a gate alike, or a param `[H, *shape]`.
 
-    `range` is what the spec declares of it: any real, decay (0, 1], unit (0, 1), positive (0, inf).
+    `range` is what the spec declares of it: any real, decay (0, 1], unit (0, 1), positive (0, inf). `entries`: of a
+    made one how many values a token has (the last axis), where what is computed takes each by a name of its own; or 0.
     """
 
     name: str
@@ -363,11 +364,17 @@ class Tensor:
     shape: Shape
     range: Range = "real"
     span: Span = _span()
+    entries: int = 0
 
     @property
     def keyword(self) -> str:
         """The name in `op`'s signature: a decay is passed as its natural logarithm."""
         return f"log_{self.name}" if self.range == "decay" else self.name
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """The names of its entries."""
+        return tuple(f"{self.name}__{i}" for i in range(self.entries))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Input: an `UpdateRule` as `derive` makes it, its gradients those of a window's s
 rule without any of these, and the `Prelude`, which says how the tensors that it needs follow from the declared ones. A
 window becomes the sum of its summand's gradients at delayed tensors; n gradient steps per token become n tokens. For
 chunks there may be another rule: gradients of the current token, by how much each later one counts them, which asks for
-the tokens before a chunk in place of delayed tensors. Prints nothing: the frame's code is emit_prelude.py's.
+the tokens before a chunk, and which there are, in place of delayed tensors. Prints nothing: the frame's code is
+emit_prelude.py's.
 
 Made names hold two underscores, which no declared name may: `k__past1` (k one token ago; where there is no such token
 the current one stands in, under a weight of zero), `seen__1` (whether there is one), `k__power2`, `y__weight1`.
@@ -40,6 +41,17 @@ FIRST, LAST = "step__first", "step__last"
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Those of a window, an expression's values: `each` by itself, by how many tokens ago, zero where there is no such
+    token; `whole`: all of them, the current token's last. `given`: the declared tensor that they are, if any."""
+
+    each: tuple[Tensor, ...]
+    whole: Tensor
+    value: Expr
+    given: Tensor | None
+
+
+@dataclass(frozen=True)
 class Bands:
     """What a chunk form takes whose windows are bands of weights: `tensors`, and of some of them, `before`, those of as
     many tokens before each chunk as `depth`. `alone`: one of the tensors that single tokens take instead."""
@@ -62,8 +74,7 @@ class Prelude:
     declared: what the call takes. past: a made tensor, the declared one, by how many tokens. seen: the delays that
     weights ask about. With `steps` > 1 every token becomes that many, tensors with `step_dim` first being dealt out to
     them; `firsts` are decays that are 1 but at a token's first step. values: expressions of declared tensors, pasts and
-    `seen`. weights: of windows, by how many tokens ago, and the expression of all of them, the current token's last;
-    zero where there is no such token. bands: what chunks take, if it is something else.
+    `seen`. weights: of windows. bands: what chunks take, if it is something else.
     """
 
     tensors: tuple[Tensor, ...]
@@ -75,7 +86,7 @@ class Prelude:
     step_dim: str = ""
     firsts: tuple[tuple[Tensor, Tensor], ...] = ()
     values: tuple[tuple[Tensor, Expr], ...] = ()
-    weights: tuple[tuple[tuple[Tensor, ...], Expr], ...] = ()
+    weights: tuple[Weights, ...] = ()
     bands: Bands | None = None
 
     @property
@@ -102,7 +113,7 @@ def unfold(rule: UpdateRule) -> tuple[UpdateRule, UpdateRule | None, Prelude]:
     def unfolded(found: list[tuple[Pass, PassRule]]) -> UpdateRule:
         passes, derived = tuple(p for p, _ in found), tuple(d for _, d in found)
         used = _used(spec, passes, derived)
-        tensors = tuple(t for t in prelude.tensors if t.kind == "param" or t.name in used)
+        tensors = tuple(t for t in prelude.tensors if t.kind == "param" or not used.isdisjoint((t.name, *t.each)))
         own = replace(spec, tensors=tensors, passes=passes)
         return replace(rule, spec=replace(own, dims=_dims(own)), passes=derived)
 
@@ -162,7 +173,7 @@ class _Made:
     seen: set[int] = field(default_factory=set)
     firsts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     values: dict[Expr, Tensor] = field(default_factory=dict)
-    weights: dict[Expr, tuple[Tensor, ...]] = field(default_factory=dict)
+    weights: dict[Expr, Weights] = field(default_factory=dict)
     marks: set[str] = field(default_factory=set)
 
     @property
@@ -179,7 +190,7 @@ class _Made:
         marks = [_gate(name, ()) for name in sorted(self.marks)]
         seen = [_gate(seen_name(by), ()) for by in sorted(self.seen)]
         firsts = [made for made, _ in self.firsts.values()]
-        weights = (t for tensors in self.weights.values() for t in tensors)
+        weights = (t for w in self.weights.values() for t in (*w.each, w.whole))
         tensors = (*declared, *self.past.values(), *seen, *marks, *firsts, *self.values.values(), *weights)
         return Prelude(
             tensors=tensors,
@@ -191,7 +202,7 @@ class _Made:
             step_dim=self.step_dim,
             firsts=tuple(self.firsts.values()),
             values=tuple((made, e) for e, made in self.values.items()),
-            weights=tuple((made, e) for e, made in self.weights.items()),
+            weights=tuple(self.weights.values()),
         )
 
     # -- expressions ------------------------------------------------------------------------------------------------
@@ -287,31 +298,40 @@ class _Made:
         if bands and size > 1:
             definitions = [(n, self.now(e)) for n, e in derived.definitions]
             gradients = {name: self.now(g) for name, g in derived.gradients.items()}
-            delays = tuple(self._weight(p, ago) for ago in range(size))
+            delays = tuple(self._weight(p, ago, bands) for ago in range(size))
             return replace(derived, definitions=tuple(definitions), gradients=gradients, delays=delays)
         definitions, gradients = [], {}
         for ago in range(size):
             definitions += [(f"{n}__{ago}" if ago else n, self.now(e, ago)) for n, e in derived.definitions]
-            weight = self._weight(p, ago)
+            weight = self._weight(p, ago, bands)
             for name, g in derived.gradients.items():
                 term = self.now(g, ago) if weight == ONE else mul(weight, self.now(g, ago))
                 gradients[name] = add(gradients[name], term) if ago else term
         return replace(derived, definitions=tuple(definitions), gradients=gradients)
 
-    def _weight(self, p: Pass, ago: int) -> Expr:
-        """How much the window counts the token `ago` tokens back; nothing where there is no such token."""
+    def _weight(self, p: Pass, ago: int, bands: bool) -> Expr:
+        """How much the window counts the token `ago` tokens back; nothing where there is no such token, which `bands`
+        know by themselves."""
         window = p.window
-        if window is None or (window.weight is None and not ago):
+        if window is None or (window.weight is None and (bands or not ago)):
             return ONE
         if window.weight is None:
             return self._seen(ago)
-        weight = self.plain(window.weight, 0)
+        value = self.plain(window.weight, 0)
         if window.size == 1:
-            return self._value(Component(weight, 0), f"{p.name}__weight")
-        if weight not in self.weights:
-            kind = self._kind(weight)
-            self.weights[weight] = tuple(Tensor(f"{p.name}__weight{i}", kind, ()) for i in range(window.size))
-        return Ref(self.weights[weight][ago].name, self._kind(weight), ())
+            return self._value(Component(value, 0), f"{p.name}__weight")
+        if value not in self.weights:
+            self.weights[value] = self._weights(p.name, value, window.size)
+        found = self.weights[value]
+        return Ref(found.whole.each[-1 - ago] if bands else found.each[ago].name, found.whole.kind, ())
+
+    def _weights(self, name: str, value: Expr, size: int) -> Weights:
+        kind = self._kind(value)
+        given = self.spec.tensor(value.name) if isinstance(value, Ref) else None
+        as_it_is = given is not None and given.kind != "param" and given.range != "decay"
+        each = tuple(Tensor(f"{name}__weight{i}", kind, ()) for i in range(size))
+        whole = Tensor(f"{name}__weights", kind, (), entries=size)
+        return Weights(each, whole, value, given if as_it_is else None)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ttmdsl.ir import TOKEN_AXES, Node, Program, has_dim, original, reachable, u
 from ttmdsl.kernels import Kernel
 
 LEAST = 8  # sums, or shifts, from token to token that are worth a kernel (those of other layers: four at most)
-GIVEN = frozenset({"token", "before", "param", "live", "last", "fresh"})
+GIVEN = frozenset({"token", "before", "param", "live", "seen", "last", "fresh"})
 
 
 def crosses_tokens(node: Node) -> bool:

@@ -16,7 +16,7 @@ from ttmdsl.ir import Axes, Node
 from ttmdsl.lower import Lowered
 from ttmdsl.past import COUNT, past_name
 from ttmdsl.print_triton import OF_TENSORS, Rows, load_block, load_token, store_block
-from ttmdsl.spec import Ref, Tensor
+from ttmdsl.spec import Tensor
 from ttmdsl.unfold import FIRST, LAST, Prelude, at_step, seen_name
 
 Point = Callable[..., str]  # `KernelText.pointer`
@@ -164,13 +164,13 @@ def step_alone(lowered: Lowered) -> Alone | None:
 
 
 def _past(prelude: Prelude, axes: dict[str, Axes]) -> Alone | None:
-    depths, gates = prelude.history, {t.name: t for t in prelude.declared if t.kind == "gate" and t.range != "decay"}
+    depths = prelude.history
     known = {made.keyword: Earlier(made.keyword, by, tensor, depths[tensor.name]) for made, tensor, by in prelude.past}
     known |= {seen_name(by): Earlier(seen_name(by), by) for by in prelude.seen}
-    for made, e in prelude.weights:
-        if isinstance(e, Ref) and e.name in gates:
-            weights = (Earlier(t.keyword, by, gates[e.name], weights=len(made)) for by, t in enumerate(made))
-            known |= {weight.made: weight for weight in weights}
+    for w in prelude.weights:
+        if w.given:
+            each = (Earlier(t.keyword, by, w.given, weights=len(w.each)) for by, t in enumerate(w.each))
+            known |= {weight.made: weight for weight in each}
     found = {name: known[name] for name in axes if name in known}
     reached = {e.tensor: axes[e.made] for e in found.values() if e.tensor is not None and e.depth}
     made_otherwise = axes.keys() - known.keys() - {t.keyword for t in prelude.declared}

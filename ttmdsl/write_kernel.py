@@ -21,8 +21,10 @@ from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Node, Program, base_dim, is_lar
 from ttmdsl.kernel_text import Ahead, Argument, KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower_expr import matrix_axes
-from ttmdsl.past import before_name
+from ttmdsl.past import SEEN, before_name
 from ttmdsl.print_triton import (
+    OF_TENSORS,
+    Rows,
     TritonPrinter,
     load_block,
     load_saved,
@@ -73,6 +75,8 @@ class KernelWriter:
         self.alone = alone
         text.steps = alone.steps if alone else 1
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
+        several = [(t, i, name) for t in spec.tensors for i, name in enumerate(t.each)]
+        self.entries = {name: (t.keyword, OF_TENSORS.entry(i, t.entries)) for t, i, name in several}
         self.sources = {before_name(t): t.keyword for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
         self.states = {k: matrix_axes(shape) for k, shape in state_shapes(spec).items() if k != POSITION}
@@ -110,8 +114,11 @@ class KernelWriter:
             case "token" if self.alone and leaf.name in self.alone.found:
                 return self.alone.found[leaf.name].load(leaf, self.text.pointer)
             case "token":
-                pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
-                return load_token(pointer, leaf.axes, order)
+                name, rows = self.array(leaf.name)
+                pointer = self.text.pointer(name, f'x["{name}"]', self.dtype(name))
+                return load_token(pointer, leaf.axes, order, rows=rows)
+            case "seen":
+                return load_saved(self.text.pointer(SEEN, f'saved["{SEEN}"]', "float32"), leaf.axes)
             case "before":
                 text = load_saved(self.before(leaf.name, f'saved["{leaf.name}"]', leaf.name), leaf.axes)
                 return text if len(leaf.axes) > 1 else f"{text}.to(tl.float32)"
@@ -126,6 +133,10 @@ class KernelWriter:
                 return load_block(self.found(leaf), "slot", leaf.axes, leaf.axes)
             case role:
                 raise AssertionError(role)
+
+    def array(self, name: str) -> tuple[str, Rows]:
+        """The tensor that holds a value of every token, and where."""
+        return self.entries.get(name, (name, OF_TENSORS))
 
     def before(self, name: str, value: str, leaf: str) -> str:
         """The pointer to an array of what tensors are before the units."""
@@ -198,7 +209,7 @@ class KernelWriter:
             match leaf.role:
                 case "param":
                     before.append(self.load(leaf))
-                case "token" | "before" | "cot":
+                case "token" | "before" | "seen" | "cot":
                     each.append(self.load(leaf))
                 case "live" | "last":
                     self.printer.text[leaf] = leaf.role
@@ -298,10 +309,11 @@ class KernelWriter:
         if name in self.sources:
             return [store_saved(self.before(f"d_{name}", f'd_x["{name}"]', name), value.axes, text)]
         param = any(t.keyword == name and t.kind == "param" for t in self.spec.tensors)
-        pointer = self.text.pointer(f"d_{name}", f'd_x["{name}"]', "float32" if param else self.dtype(name))
+        array, rows = self.array(name)
+        pointer = self.text.pointer(f"d_{array}", f'd_x["{array}"]', "float32" if param else self.dtype(array))
         if param:
             return [store_block(pointer, base, value.axes, self.shapes[name], text)]
-        return [store_token(pointer, value.axes, self.shapes[name], text)]
+        return [store_token(pointer, value.axes, self.shapes[array], text, rows)]
 
     def store_gradient(self, name: str, value: Node, base: str, more: bool) -> None:
         """Stores a tensor's gradient of every token that a walk comes to; of a param their sum at its end, in addition
