@@ -192,9 +192,9 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTe
     )
 
 
-def _idle(tensor: Tensor, backward: Program) -> bool:
-    """Whether no update of a form depends on a tensor."""
-    return not any(f"d:{name}" in backward.outputs for name in (tensor.keyword, *tensor.each))
+def _idle(tensors: Iterable[Tensor], backward: Program) -> list[str]:
+    """Those that no update of a form depends on."""
+    return [t.keyword for t in tensors if not any(f"d:{name}" in backward.outputs for name in (t.keyword, *t.each))]
 
 
 def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
@@ -249,7 +249,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         seen_kept=SEEN_KEPT,
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},
-        idle=[t.keyword for t in spec.tensors if any(_idle(t, f.backward) for f in forms.values())],
+        idle={text.name: _idle(spec.tensors, forms.get(text.name, lowered.token).backward) for text in texts},
         tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
         output=spec.passes[-1].read.shape,
     )

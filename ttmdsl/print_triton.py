@@ -362,6 +362,33 @@ def store_token(pointer: str, axes: Axes, order: Axes, text: str, rows: Rows = O
     return f"tl.store({token_address(pointer, axes, order, rows)}, {text}{f', mask={mask}' if mask else ''})"
 
 
+# ---- several values of every token, side by side: one tile, [t, as many as are a power of two] -----------------------
+
+
+def load_entries(pointer: str, number: int) -> str:
+    """Loads so many values of every token."""
+    address, inside = _entries(pointer, number)
+    return f"tl.load({address}{f', mask={inside}, other=0.0' if inside else ''}).to(tl.float32)"
+
+
+def store_entries(pointer: str, texts: Mapping[int, str]) -> str:
+    """Stores every token's values, from the text of each by its place."""
+    address, inside = _entries(pointer, len(texts))
+    tile = " + ".join(f"_tile_of_entry({text}, {i}, {_padded(len(texts))})" for i, text in sorted(texts.items()))
+    return f"tl.store({address}, {tile}, mask=alive[:, None]{f' & ({inside})' if inside else ''})"
+
+
+def _entries(pointer: str, number: int) -> tuple[str, str]:
+    """Addresses of a tile of all, and which of its columns there are, if not all."""
+    columns = f"tl.arange(0, {_padded(number)})[None, :]"
+    mask = "" if _padded(number) == number else f"{columns} < {number}"
+    return f"({pointer} + head * {number}) + (row[:, None] * {number} + {columns})", mask
+
+
+def _padded(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 # ---- values that one kernel saves for another: [U, H, *tile], token axes as long as the tile ----------------------
 
 

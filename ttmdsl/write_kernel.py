@@ -27,17 +27,19 @@ from ttmdsl.print_triton import (
     Rows,
     TritonPrinter,
     load_block,
+    load_entries,
     load_saved,
     load_token,
     shape,
     store_block,
+    store_entries,
     store_saved,
     store_token,
 )
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, ROWS, Loads, Weight, drawn_out, weights
-from ttmdsl.spec import LayerSpec
+from ttmdsl.spec import LayerSpec, Tensor
 from ttmdsl.staging import ordered
 from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.tuning import NOTHING, Tables, signature
@@ -53,6 +55,8 @@ LOCALS = frozenset(
 
 _NAME = re.compile(r"\b[a-zA-Z_]\w*")
 _LOAD = re.compile(r"(\w+) = tl\.load\(")
+
+TOGETHER = 8  # entries that one tile may hold
 
 PREFIX = {"carry": "", "cocarry": "d_", "cot": "d_"}  # what the names of leaves begin with
 
@@ -75,8 +79,9 @@ class KernelWriter:
         self.alone = alone
         text.steps = alone.steps if alone else 1
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
-        several = [(t, i, name) for t in spec.tensors for i, name in enumerate(t.each)]
-        self.entries = {name: (t.keyword, OF_TENSORS.entry(i, t.entries)) for t, i, name in several}
+        self.entries = {name: (t, i) for t in spec.tensors for i, name in enumerate(t.each)}
+        self.tiles: dict[Tensor, str] = {}  # of tensors whose entries a map loads together
+        self.stored: dict[Tensor, dict[int, str]] = {}  # the same of their gradients, those that there are so far
         self.sources = {before_name(t): t.keyword for t in spec.tensors}
         self.shapes["y"] = spec.passes[-1].read.shape
         self.states = {k: matrix_axes(shape) for k, shape in state_shapes(spec).items() if k != POSITION}
@@ -136,7 +141,30 @@ class KernelWriter:
 
     def array(self, name: str) -> tuple[str, Rows]:
         """The tensor that holds a value of every token, and where."""
-        return self.entries.get(name, (name, OF_TENSORS))
+        if name not in self.entries:
+            return name, OF_TENSORS
+        tensor, i = self.entries[name]
+        return tensor.keyword, OF_TENSORS.entry(i, tensor.entries)
+
+    def together(self, tensor: Tensor) -> bool:
+        """Whether a tensor's entries are one tile: where a lone warp takes each by itself, rows that lie further apart
+        take it longer (measured: benchmarks/NOTES.md)."""
+        few = tensor.entries <= TOGETHER and self.text.kind == "map"
+        self.text.uses |= {"entries"} if few else set()
+        return few
+
+    def load_entry(self, leaf: Node) -> list[str]:
+        """The lines that load an entry; with the first one, if they are one tile, all of them."""
+        tensor, i = self.entries[leaf.name]
+        if not self.together(tensor):
+            return [self.load(leaf)]
+        lines = []
+        if tensor not in self.tiles:
+            pointer = self.text.pointer(tensor.keyword, f'x["{tensor.keyword}"]', self.dtype(tensor.keyword))
+            self.tiles[tensor] = self.printer.names.get(tensor.keyword)
+            lines.append(f"{self.tiles[tensor]} = {load_entries(pointer, tensor.entries)}")
+        name = self.printer.text[leaf] = self.printer.names.get(self.printer.wish(leaf))
+        return [*lines, f"{name} = _tile_entry({self.tiles[tensor]}, {i})"]
 
     def before(self, name: str, value: str, leaf: str) -> str:
         """The pointer to an array of what tensors are before the units."""
@@ -209,6 +237,8 @@ class KernelWriter:
             match leaf.role:
                 case "param":
                     before.append(self.load(leaf))
+                case "token" if leaf.name in self.entries:
+                    each += self.load_entry(leaf)
                 case "token" | "before" | "seen" | "cot":
                     each.append(self.load(leaf))
                 case "live" | "last":
@@ -250,6 +280,9 @@ class KernelWriter:
             line = store_saved(self.saved(node, kernel), node.axes, self.printer.text[node])
             return _stored(line, node, kernel)
 
+        names = {name for name, _ in kernel.outputs}
+        whole = [t for t, i in self.entries.values() if i == 0 and names.issuperset(t.each)]
+        self.stored = {t: {} for t in whole if self.together(t)}
         for name, value in kernel.outputs:
             actions.setdefault(value, []).append(functools.partial(self.store_output, name, value, "u * H + h"))
         for node in kernel.saves:
@@ -311,6 +344,10 @@ class KernelWriter:
         param = any(t.keyword == name and t.kind == "param" for t in self.spec.tensors)
         array, rows = self.array(name)
         pointer = self.text.pointer(f"d_{array}", f'd_x["{array}"]', "float32" if param else self.dtype(array))
+        tensor, i = self.entries.get(name, (None, 0))
+        if tensor is not None and tensor in self.stored:
+            self.stored[tensor][i] = text
+            return [store_entries(pointer, self.stored[tensor])] if len(self.stored[tensor]) == tensor.entries else []
         if param:
             return [store_block(pointer, base, value.axes, self.shapes[name], text)]
         return [store_token(pointer, value.axes, self.shapes[array], text, rows)]
