@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import inspect
 import threading
 import time
 from collections.abc import Iterator
@@ -349,18 +350,68 @@ def amends() -> list[str]:
         source = SimpleNamespace(make_ir=lambda: None)
         triton = SimpleNamespace(
             compiler=SimpleNamespace(ASTSource=source, compiler=places["compiler"]),
-            runtime=SimpleNamespace(cache=places["cache"], build=SimpleNamespace(_build=lambda: None)),
+            runtime=SimpleNamespace(
+                cache=places["cache"], build=SimpleNamespace(_build=lambda: None), jit=SimpleNamespace()
+            ),
         )
         for module in map(ttmdsl.load, ("mamba2", "swa")):
             with mock.patch.object(module, "triton", triton):
                 module._amend_triton()
-        wrapped = (source.make_ir, triton.runtime.build._build, places[here].triton_key)
+        lines = triton.runtime.jit.inspect.getsourcelines
+        wrapped = (source.make_ir, triton.runtime.build._build, places[here].triton_key, lines)
         found.append(here if all(not hasattr(f.__wrapped__, "__wrapped__") for f in wrapped) else "twice")
     return found
 
 
 def test_triton_is_amended_once(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(amends).result() == ["cache", "compiler"]
+
+
+def lines(name: str, **consts: float) -> tuple[int, list[str]]:
+    """How many functions Triton is to read of a module, and those of which other lines are found than Python finds; and
+    the same of one in a file that is not kept."""
+    module = ttmdsl.load(name, **consts)
+    find = module._lines_of(inspect.getsourcelines)
+    kernels = {name: k._function for name, k in vars(module).items() if isinstance(k, module._Kernel)}
+    helpers = {name: f.fn for name, f in vars(module).items() if name.startswith("_tile_") and hasattr(f, "fn")}
+    each = kernels | helpers | {"lines": lines}
+
+    def text(found: tuple[list[str], int]) -> tuple[str, int]:
+        return "".join(found[0]).rstrip(), found[1]
+
+    return len(each), [name for name, f in each.items() if text(find(f)) != text(inspect.getsourcelines(f))]
+
+
+@pytest.mark.parametrize(("name", "consts"), [("omega_net", {}), ("titans_linear", {"b": 64}), ("memora", {})])
+def test_lines_of_kernels_are_those_that_python_finds(
+    interpreter: ProcessPoolExecutor, name: str, consts: dict[str, float]
+) -> None:
+    number, wrong = interpreter.submit(lines, name, **consts).result()
+    assert number >= 10
+    assert not wrong
+
+
+def names(path: Path) -> list[str]:
+    """What Triton knows a kernel by: of one module twice, of the same in another place, and of one of another text."""
+    text = Path(str(ttmdsl.load("mamba2").__file__)).read_text(encoding="utf-8")
+    found = []
+    for number, own in enumerate((text, text, text + "# another\n")):
+        place = path / f"layer_{number}.py"
+        place.write_text(own, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(f"layer_{number}", place)
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        with mock.patch.object(module.triton, "jit", lambda function: SimpleNamespace(hash=None)):
+            kernel = next(k for k in vars(module).values() if isinstance(k, module._Kernel))
+            found.append(kernel.jit.hash)
+    return found
+
+
+def test_kernels_are_known_by_the_text_of_their_module(interpreter: ProcessPoolExecutor, tmp_path: Path) -> None:
+    first, again, other = interpreter.submit(names, tmp_path).result()
+    assert first == again != other
 
 
 def read_late(path: Path) -> tuple[set[str], set[str], float]:
