@@ -403,7 +403,7 @@ def names(path: Path) -> list[str]:
         assert spec.loader
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        with mock.patch.object(module.triton, "jit", lambda function: SimpleNamespace(hash=None)):
+        with mock.patch.object(module.triton, "jit", return_value=SimpleNamespace(hash=None)):
             kernel = next(k for k in vars(module).values() if isinstance(k, module._Kernel))
             found.append(kernel.jit.hash)
     return found
