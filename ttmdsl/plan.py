@@ -42,7 +42,7 @@ from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable,
 from ttmdsl.join import joined
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
-from ttmdsl.rounding import adding_up, perpendicular, steep
+from ttmdsl.rounding import adding_up, bent, perpendicular, steep
 from ttmdsl.rounds import rounds
 from ttmdsl.scans import passed_on, placed, scans_of, walking
 from ttmdsl.schedule import BLOCK, FULL, ROWS, Weight, weights
@@ -141,6 +141,8 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
     way, backward, choice = cheapest(name, [*ways()], weight, careful, choice)
     cuts, scans = way.cuts, [*way.scans]
     exact = way.free.exact if way.free else frozenset[Node]()
+    if dim:
+        exact |= bent(reachable(everything)).intersection(cuts)
     parts = _parts(name, form.forward, saved)
     first = [*([vectors] if vectors else []), *(staged(before, weight)[1] if before else [])]
     if apart:

@@ -25,6 +25,7 @@ from ttmdsl.padding import singular
 
 # what enlarges the rounding of what it takes
 ENLARGING = frozenset({"exp2", "log2", "cumsum"})
+BENDING = frozenset({"tanh", "erf", "sigmoid", "softplus"})
 # Each product adds the rounding of its operands to what these have. As measured in half precision, at unit keys:
 # chains of 2 products lose 2.4e-3, of 5 to 8 3.1e-3 to 4.1e-3, of 10 4.1e-3, of 12 6.7e-3.
 CHAIN = 10
@@ -55,6 +56,16 @@ def taken_exactly(nodes: Sequence[Node], program: Program, later: Iterable[Node]
     rounding leaves out; in a steep one everywhere but in products, which would round it anyway."""
     taken = {a for n in nodes if not is_product(n) for a in operands(n)}
     return taken if steep(program) else taken & enlarged(nodes, later)
+
+
+def bent(nodes: Iterable[Node]) -> set[Node]:
+    """The products that functions of a layer take, by way of no other product: these and their slopes are all that
+    follows from the inside of a deep memory, so rounding there is in every gradient (measured at one token)."""
+    found: set[Node] = set()
+    for n in reversed([*nodes]):
+        if n.op in BENDING or (n in found and not is_product(n)):
+            found.update(n.args)
+    return set(filter(is_product, found))
 
 
 def steep(program: Program) -> bool:
