@@ -11,7 +11,7 @@ from test_differentiate import forms
 from ttmdsl.builder import Builder
 from ttmdsl.ir import Node, Program, is_product, reachable
 from ttmdsl.plan import plan
-from ttmdsl.rounding import CHAIN, FEW, adding_up, enlarged, steep
+from ttmdsl.rounding import CHAIN, FEW, adding_up, bent, enlarged, steep
 
 
 @pytest.fixture
@@ -34,6 +34,25 @@ def test_what_enlarges_rounding(b: Builder) -> None:
     assert not of(b.cumsum(b.contract(weights, later, {"s"}), "t"))  # which rounds them anyway
     square = b.contract(weights, b.rename(b.rename(weights, "s", "u"), "t", "s"), {"s"})
     assert of(b.map("exp2", square)) == {weights}  # weights of tokens it does not
+
+
+def test_what_functions_take_of_products(b: Builder) -> None:
+    x, w = b.leaf("token", "x", ("t", "i")), b.leaf("param", "w", ("i", "j"))
+    product = b.contract(x, w, {"i"})
+    other = b.contract(b.map("tanh", b.mul(product, b.const(2.0))), b.rename(w, "i", "k"), {"j"})
+    assert bent(reachable([other])) == {product}  # scaled or not; and no function takes the other one
+    assert not bent(reachable([b.map("exp2", product)]))
+
+
+@pytest.mark.parametrize(("name", "consts"), [("titans", {"b": 64}), ("omega_net", {"b": 64})])
+def test_pieces_amid_a_group_pass_what_is_bent_exactly(name: str, consts: dict[str, int]) -> None:
+    made = forms(name, consts)
+    whole = plan("chunk", made["chunk"])
+    for found, exactly in ((whole, False), (plan("resumed", made["resumed"], choice=whole.choice), True)):
+        (scan,) = (k for k in found.forward if k.kind == "scan")
+        hidden = bent(made[found.name].forward.nodes).intersection(scan.saves)
+        assert hidden
+        assert all((hidden <= k.exact) is exactly for k in found.kernels())
 
 
 def chain(b: Builder, x: Node, lengths: int) -> list[Node]:

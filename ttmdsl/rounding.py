@@ -59,8 +59,9 @@ def taken_exactly(nodes: Sequence[Node], program: Program, later: Iterable[Node]
 
 
 def bent(nodes: Iterable[Node]) -> set[Node]:
-    """The products that functions of a layer take, by way of no other product: these and their slopes are all that
-    follows from the inside of a deep memory, so rounding there is in every gradient (measured at one token)."""
+    """The products that functions of a layer take, by way of no other product: all that follows from the inside of a
+    deep memory is these and their slopes, so their rounding is in every gradient, and of few tokens it does not cancel
+    out (measured: of one token's rate 5.3e-3 to 3.7e-3, for a twentieth of the time)."""
     found: set[Node] = set()
     for n in reversed([*nodes]):
         if n.op in BENDING or (n in found and not is_product(n)):
