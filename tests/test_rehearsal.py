@@ -391,18 +391,23 @@ def test_lines_of_kernels_are_those_that_python_finds(
     assert not wrong
 
 
+def imported(path: Path, text: str) -> Any:
+    """The module of a text, in a file of its own."""
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def names(path: Path) -> list[str]:
     """What Triton knows a kernel by: of one module twice, of the same in another place, and of one of another text."""
     text = Path(str(ttmdsl.load("mamba2").__file__)).read_text(encoding="utf-8")
     found = []
     for number, own in enumerate((text, text, text + "# another\n")):
-        place = path / f"layer_{number}.py"
-        place.write_text(own, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(f"layer_{number}", place)
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = imported(path / f"layer_{number}.py", own)
         with mock.patch.object(module.triton, "jit", return_value=SimpleNamespace(hash=None)):
             kernel = next(k for k in vars(module).values() if isinstance(k, module._Kernel))
             found.append(kernel.jit.hash)
@@ -417,12 +422,7 @@ def test_kernels_are_known_by_the_text_of_their_module(interpreter: ProcessPoolE
 def read_late(path: Path) -> tuple[set[str], set[str], float]:
     """Which kernels Triton has read when a module is imported, and which once its file has become another, and `op` and
     its backward pass have run; then how far gradients are from the torch backend's."""
-    path.write_text(Path(str(ttmdsl.load("mamba2").__file__)).read_text(encoding="utf-8"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("a_layer", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(path, Path(str(ttmdsl.load("mamba2").__file__)).read_text(encoding="utf-8"))
     path.write_text("raise AssertionError\n" * 4000, encoding="utf-8")
 
     def read() -> set[str]:

@@ -22,7 +22,7 @@ from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.print_torch import LOCALS, NORMS, ScanPrinter, TorchPrinter
 from ttmdsl.printer import Names, strip, under
-from ttmdsl.spec import LayerSpec, Tensor
+from ttmdsl.spec import LayerSpec
 from ttmdsl.state import state_shapes
 from ttmdsl.templates import render
 
@@ -47,9 +47,9 @@ BACKWARD = _Way("cocarry", "d_carry", "d_", True)
 class _Function:
     """Prints one function of a form: the lines of its body, phase by phase."""
 
-    def __init__(self, name: str, form: Form, program: Program, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, name: str, form: Form, program: Program, spec: LayerSpec) -> None:
         self.name, self.form, self.program = name, form, program
-        self.arrays = [t for t in tensors if t.entries]
+        self.entries = spec.entries
         self.keeps = name != "token"
         self.names = Names(LOCALS | set(keyword.kwlist))
         self.printer = TorchPrinter(program.builder.fork(), self.names)
@@ -92,7 +92,7 @@ class _Function:
                 texts[name] = f"torch.zeros_like({self.array(name)})"
             else:
                 texts[name] = self.printer.text[value] + (".sum((0, 2))" if name in params else "")
-        for t in self.arrays:
+        for t in dict.fromkeys(t for t, _ in self.entries.values()):
             if not texts.keys().isdisjoint(t.each):
                 entries = ", ".join(texts.pop(name) for name in t.each)
                 texts[t.keyword] = f"torch.stack(torch.broadcast_tensors({entries}), -1)"
@@ -107,8 +107,10 @@ class _Function:
 
     def array(self, name: str) -> str:
         """The tensor of that name, or the one that it is an entry of at that place."""
-        found = [f'x["{t.keyword}"][..., {t.each.index(name)}]' for t in self.arrays if name in t.each]
-        return found[0] if found else f'x["{name}"]'
+        if name not in self.entries:
+            return f'x["{name}"]'
+        tensor, i = self.entries[name]
+        return f'x["{tensor.keyword}"][..., {i}]'
 
     def handed(self, roots: Iterable[Node]) -> list[Node]:
         """What the backward function takes from the forward one: states, and what runs token by token."""
@@ -262,8 +264,8 @@ def emit_torch(lowered: Lowered) -> str:
     functions = []
     for name, form in forms.items():
         functions += [
-            _Function(name, form, form.forward, spec.tensors).forward(),
-            _Function(name, form, form.backward, spec.tensors).backward(),
+            _Function(name, form, form.forward, spec).forward(),
+            _Function(name, form, form.backward, spec).backward(),
         ]
     ops = {n.op for f in forms.values() for p in (f.forward, f.backward) for n in p.nodes}
     per_channel = bool(ops & DECAYED)

@@ -18,7 +18,7 @@ from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.plan import Plan, plan
 from ttmdsl.replay import replay
 from ttmdsl.scans import free_axis, walks_at
-from ttmdsl.spec import LayerSpec, Tensor
+from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
 from ttmdsl.state import POSITION
 from ttmdsl.templates import render
@@ -192,9 +192,12 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTe
     )
 
 
-def _idle(tensors: Iterable[Tensor], backward: Program) -> list[str]:
-    """Those that no update of a form depends on."""
-    return [t.keyword for t in tensors if not any(f"d:{name}" in backward.outputs for name in (t.keyword, *t.each))]
+def _idle(lowered: Lowered, name: str) -> list[str]:
+    """Of the tensors that a form takes those that no update of it depends on."""
+    form = _forms(lowered).get(name, lowered.token)
+    taken = lowered.prelude.tensors if form is lowered.token or not lowered.bands else lowered.bands.tensors
+    gradients = form.backward.outputs
+    return [t.keyword for t in taken if not any(f"d:{own}" in gradients for own in (t.keyword, *t.each))]
 
 
 def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
@@ -249,7 +252,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         seen_kept=SEEN_KEPT,
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},
-        idle={text.name: _idle(spec.tensors, forms.get(text.name, lowered.token).backward) for text in texts},
+        idle={text.name: _idle(lowered, text.name) for text in texts},
         tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
         output=spec.passes[-1].read.shape,
     )

@@ -505,6 +505,11 @@ class LayerSpec:
     def memories(self) -> tuple[Memory, ...]:
         return tuple(m for p in self.passes for m in p.memories)
 
+    @property
+    def entries(self) -> dict[str, tuple[Tensor, int]]:
+        """Of which tensor a name is an entry, and which one."""
+        return {name: (t, i) for t in self.tensors for i, name in enumerate(t.each)}
+
     def tensor(self, name: str) -> Tensor:
         """The input, gate or param of that name (the spec's own name, without `log_`)."""
         return next(t for t in self.tensors if t.name == name)

@@ -79,7 +79,7 @@ class KernelWriter:
         self.alone = alone
         text.steps = alone.steps if alone else 1
         self.shapes = {t.keyword: t.shape for t in spec.tensors}
-        self.entries = {name: (t, i) for t in spec.tensors for i, name in enumerate(t.each)}
+        self.entries = spec.entries
         self.tiles: dict[Tensor, str] = {}  # of tensors whose entries a map loads together
         self.stored: dict[Tensor, dict[int, str]] = {}  # the same of their gradients, those that there are so far
         self.sources = {before_name(t): t.keyword for t in spec.tensors}
@@ -120,16 +120,14 @@ class KernelWriter:
                 return self.alone.found[leaf.name].load(leaf, self.text.pointer)
             case "token":
                 name, rows = self.array(leaf.name)
-                pointer = self.text.pointer(name, f'x["{name}"]', self.dtype(name))
-                return load_token(pointer, leaf.axes, order, rows=rows)
+                return load_token(self.tensor(name), leaf.axes, order, rows=rows)
             case "seen":
                 return load_saved(self.text.pointer(SEEN, f'saved["{SEEN}"]', "float32"), leaf.axes)
             case "before":
                 text = load_saved(self.before(leaf.name, f'saved["{leaf.name}"]', leaf.name), leaf.axes)
                 return text if len(leaf.axes) > 1 else f"{text}.to(tl.float32)"
             case "param":
-                pointer = self.text.pointer(leaf.name, f'x["{leaf.name}"]', self.dtype(leaf.name))
-                return f"{load_block(pointer, 'h', leaf.axes, order)}.to(tl.float32)"
+                return f"{load_block(self.tensor(leaf.name), 'h', leaf.axes, order)}.to(tl.float32)"
             case "cot":
                 return load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
             case "carry" | "cocarry":
@@ -138,6 +136,10 @@ class KernelWriter:
                 return load_block(self.found(leaf), "slot", leaf.axes, leaf.axes)
             case role:
                 raise AssertionError(role)
+
+    def tensor(self, name: str) -> str:
+        """The pointer to a tensor of the call."""
+        return self.text.pointer(name, f'x["{name}"]', self.dtype(name))
 
     def array(self, name: str) -> tuple[str, Rows]:
         """The tensor that holds a value of every token, and where."""
@@ -160,9 +162,8 @@ class KernelWriter:
             return [self.load(leaf)]
         lines = []
         if tensor not in self.tiles:
-            pointer = self.text.pointer(tensor.keyword, f'x["{tensor.keyword}"]', self.dtype(tensor.keyword))
             self.tiles[tensor] = self.printer.names.get(tensor.keyword)
-            lines.append(f"{self.tiles[tensor]} = {load_entries(pointer, tensor.entries)}")
+            lines.append(f"{self.tiles[tensor]} = {load_entries(self.tensor(tensor.keyword), tensor.entries)}")
         name = self.printer.text[leaf] = self.printer.names.get(self.printer.wish(leaf))
         return [*lines, f"{name} = _tile_entry({self.tiles[tensor]}, {i})"]
 
