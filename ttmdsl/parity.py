@@ -256,16 +256,24 @@ def _rows(
 _Steady = tuple[Drawn, dict[str, Tensors], dict[str, float]]
 
 
-def _kept(
-    folder: Path | None, module: Any, shape: Shape, dtype: torch.dtype, device: torch.device, *how: Any
+def steady(
+    module: Any,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    oracle: str = "reference",
+    seed: int = 0,
+    kept: Path | None = None,
 ) -> _Steady:
-    """What `_steady` finds, from the folder where it has been found before."""
-    if folder is None:
+    """The draw at which a shape is compared, what the oracle makes of it in float64, and what rounding costs the oracle
+    itself; `kept` is a folder: what was found before is taken from there."""
+    device, how = torch.device(device), (oracle, seed)
+    if kept is None:
         return _steady(module, shape, dtype, device, *how)
     key = repr((module.SPEC, module.CONSTS, _CALMER, shape, dtype, how))
-    file = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.pt"
+    file = kept / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.pt"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        kept.mkdir(parents=True, exist_ok=True)
         drawn, expected, lost = _steady(module, shape, dtype, device, *how)
         partial = file.with_suffix(f".{os.getpid()}")
         torch.save((drawn.x, drawn.state, drawn.bounds, expected, lost), partial)
@@ -380,7 +388,7 @@ def parity(
     rows: list[Row] = []
     for number, shape in enumerate(SHAPES if shapes is None else shapes):
         for dtype in dtypes:
-            drawn, expected, lost = _kept(kept, module, shape, dtype, device, oracle, seed + number)
+            drawn, expected, lost = steady(module, shape, dtype, device, oracle, seed + number, kept)
             for backend in backends:
                 if backend == "triton" and (dtype == torch.float64 or not _kernels_take(module, shape)):
                     continue

@@ -7,9 +7,11 @@ every function is thrown away, unless that call alone takes long.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -89,10 +91,11 @@ class CudaClock:
                 for _ in range(3):
                     work()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            with _no_garbage_collected(), torch.cuda.graph(graph):
                 work()
         except Exception:  # whatever forbids a capture, such as a value read back from the device
             torch.cuda.synchronize()
+            _draw_outside_graphs()
             return None
         return self.ms(graph.replay)
 
@@ -126,6 +129,24 @@ class CudaClock:
         except RuntimeError:
             return False
         return True
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """What Python would free meanwhile, such as an older graph, may forbid a capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _draw_outside_graphs() -> None:
+    """A capture that failed leaves torch's generator of random numbers as if it went on: it gets a state of its own."""
+    generator, fresh = torch.cuda.default_generators[torch.cuda.current_device()], torch.Generator("cuda")
+    fresh.manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -101,8 +101,8 @@ def verdict(module: Any, case: Case, kept: Path | None = None) -> tuple[float, s
     gradients the outputs must be the same. The oracle is the reference where the torch backend is what is timed, else
     that backend in float64, which the tests hold to the reference; what it finds is kept in a folder, if one is given.
     """
-    from ttmdsl.drawing import Shape, dims_at, draw
-    from ttmdsl.parity import parity, step_errors
+    from ttmdsl.drawing import Shape, dims_at
+    from ttmdsl.parity import parity, steady, step_errors
 
     backend, (_, _, H, D) = resolved(case), case.shape
     lengths = (33,) if backend == "torch" else (128, 67)
@@ -116,7 +116,8 @@ def verdict(module: Any, case: Case, kept: Path | None = None) -> tuple[float, s
         rows = parity(module, shapes=shapes, backends=[backend], **how)
         plain = own(replace(case, shape=(1, lengths[0], H, D)), module, backend)
         alone, trained = plain.only_forward()(), plain.forward().detach()
-        apart = step_errors(module, draw(module, shapes[-1], dtype=case.torch_dtype), backend, case.device)
+        drawn, *_ = steady(module, shapes[-1], case.torch_dtype, case.device, oracle, len(shapes) - 1, kept)
+        apart = step_errors(module, drawn, backend, case.device)
     except Exception as error:  # a backend that cannot run, or no memory for the oracle
         return float("nan"), f"check: {error}"[:300]
     if not rows:
