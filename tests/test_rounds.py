@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from side_by_side import side_by_side
 from test_differentiate import forms
 
 import ttmdsl
@@ -225,6 +226,32 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("specs") / "beside.ttm"
     path.write_text(BESIDE)
     return str(path)
+
+
+def worst_of_shares(name: str, consts: dict[str, float], processors: int) -> tuple[set[int], list[str]]:
+    """Among how many programs a head's blocks of 16 columns are shared out, and what misses; the last of five blocks of
+    the hidden dim has six columns."""
+    module = ttmdsl.load(name, **consts)
+    shapes = [
+        Shape("a state, cut", tokens=100, heads=2, dims=(12, 70), cuts=(30,), state=True),
+        Shape("packed", heads=1, dims=(12, 70), lengths=(5, 0, 70), state=False),
+    ]
+    module._schedule.cache_clear()
+    patched = mock.patch.multiple(module, _BLOCK=16, _processors=lambda device: processors, _fitting={})
+    with patched, side_by_side("arrived_ptr") as grids:
+        rows = parity(module, dtypes=[torch.float32], shapes=shapes, backends=["triton"], oracle="torch")
+    module._schedule.cache_clear()
+    return {shares for shares, *_ in grids}, [f"{row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+
+
+@pytest.mark.parametrize(
+    ("name", "consts", "processors", "shares"),
+    [("ttt_mlp", {}, 10**6, {5}), ("titans", {"b": 64}, 7, {3, 2}), ("omega_net", {"b": 32}, 5, {2, 1})],
+)
+def test_programs_that_share_a_heads_blocks_are_the_reference(
+    interpreter: ProcessPoolExecutor, name: str, consts: dict[str, float], processors: int, shares: set[int]
+) -> None:
+    assert interpreter.submit(worst_of_shares, name, consts, processors).result() == (shares, [])
 
 
 @pytest.mark.parametrize(

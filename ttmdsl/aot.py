@@ -225,7 +225,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
 
 def _pointer(held: str | None, dtype: str) -> str:
     """An argument's type in a kernel's signature: by what the module says it holds, else a tensor of the schedule."""
-    known = {"float64": "*fp64", "int64": "*i64", "count": "i32", "number": "fp32"}
+    known = {"float64": "*fp64", "int64": "*i64", "int32": "*i32", "count": "i32", "number": "fp32"}
     known |= {"input": POINTERS[dtype], "half": POINTERS["float32" if dtype == "float32" else "float16"]}
     return known.get(held or "int64", POINTERS["float32"])
 

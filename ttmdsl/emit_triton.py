@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, Axes, Program
+from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Axes, Program
 from ttmdsl.kernel_text import KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
@@ -238,6 +238,8 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         per_channel=bool(ops & DECAYED),
         cut=any(c.carry for c in chunks),
         holding=any(c.held or c.d_held for c in chunks),
+        shared=[k for c in chunks for k in c.kernels() if k.handed_in is not None],
+        unit_axes=UNIT_AXES,
         elementwise=any(t.elementwise for c in chunks for t, _ in c.transfers),
         by_matrix=any(not t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,

@@ -53,10 +53,11 @@ class Kept:
 
 @dataclass
 class KernelText:
-    """What a kernel template needs; lists are lines of code. `of`: what alone a map holds, if it holds no
-    state; `by_token`: a scan over single tokens. `found`: what a walk that finds a segment's states again leaves of
-    every token, and its axes. `steps`: gradient steps of a token that it deals out by itself. `aside`: what no token's
-    value takes part in, once the first token is being loaded. `others`: the body in other orders, by their numbers."""
+    """What a kernel template needs; lists are lines of code. `of`: what alone a map holds, if it holds no state;
+    `by_token`: a scan over single tokens. `found`: what a walk that finds a segment's states again leaves of every
+    token, and its axes. `handed_in`: axes of each round's sums, which programs hand to one another that share a head's
+    blocks, if some may. `steps`: gradient steps of a token that it deals out by itself. `aside`: what no token's value
+    takes part in, once the first token is being loaded. `others`: the body in other orders, by their numbers."""
 
     name: str
     doc: str
@@ -67,6 +68,7 @@ class KernelText:
     blocked: str = ""
     inner: str = ""
     held: list[str] = field(default_factory=list)
+    handed_in: list[list[Axes]] | None = None
     reverse: bool = False
     of: Literal["", " of tokens", " of vectors"] = ""
     by_token: bool = False

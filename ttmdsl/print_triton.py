@@ -34,9 +34,28 @@ def extent(axis: str) -> str:
     return f"N_{base_dim(axis)}"
 
 
+def width(axis: str) -> str:
+    """The size of a tile's axis."""
+    return "BT" if axis in UNIT_AXES else f"P_{base_dim(axis)}"
+
+
 def shape(axes: Axes) -> str:
     """The tile's shape."""
-    return "[" + ", ".join("BT" if x in UNIT_AXES else f"P_{base_dim(x)}" for x in axes) + "]"
+    return "[" + ", ".join(map(width, axes)) + "]"
+
+
+def numbered(axes: Axes) -> str:
+    """The numbers of a tile's elements, row by row."""
+    *_, last = sizes = [width(x) for x in axes] or ["1"]
+    ranges = [f"tl.arange(0, {size})" for size in sizes]
+    match len(axes):
+        case 0:
+            return "0"
+        case 1:
+            return ranges[0]
+        case 2:
+            return f"{ranges[0]}[:, None] * {last} + {ranges[1]}[None, :]"
+    raise AssertionError(axes)
 
 
 class TritonPrinter(Printer):

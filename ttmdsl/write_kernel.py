@@ -50,7 +50,8 @@ from ttmdsl.write_rounds import emit_rounds, over_blocks
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive ahead lower strict live last first length count unit_0 t_ offset place H BT"
     " LEN GROUP PER DOT PRECISION INVERSE BY_WARP DIMS_FIRST KEEP SEGMENT EVEN ORDER row head back slot"
-    " inside token program step block lane here there begin fresh piece slot_0 tokens row_s".split()
+    " inside token program step block lane here there begin fresh piece slot_0 tokens row_s share turn room SHARES"
+    " ROOM".split()
 )
 
 _NAME = re.compile(r"\b[a-zA-Z_]\w*")
@@ -312,7 +313,9 @@ class KernelWriter:
             return self.printer.emit(kernel.roots, then)
         kept = [n for n in self.waiting(kernel) if n.name in kernel.keeps]
         found = rounds([*kernel.roots, *kept], kernel.given, kernel.inner)
-        return emit_rounds(self.printer, found, kernel.inner, then)
+        if self.text.held:
+            self.text.handed_in = [[n.axes for n in r.sums] for r in found if r.sums]
+        return emit_rounds(self.printer, found, kernel.inner, then, shared=bool(self.text.held))
 
     def begin(self, kind: str, leaf: Node) -> list[str]:
         """Lines that put a state that a walk begins with where the first unit finds it."""
@@ -396,7 +399,7 @@ def _called(builder: Builder, node: Node) -> str:
 def printer_of(program: Program, spec: LayerSpec, weight: Weight, wide: Container[Node] = ()) -> TritonPrinter:
     taken = {*LOCALS, *keyword.kwlist, *(f"fresh_{p.optimizer.batch}" for p in spec.passes)}
     for d in (*spec.dims, PAST):
-        taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}"}
+        taken |= {f"N_{d}", f"P_{d}", f"o_{d}", f"m_{d}", f"begin_{d}", f"end_{d}"}
     return TritonPrinter(program.builder, Names(taken), program.unit, weight, wide)
 
 
@@ -485,8 +488,8 @@ def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
             printer.loads[leaf] = writer.given_state(source, leaf, "n * H + h", "step == 0")
     if held:
         text.held = [leaf.name for leaf in held]
-        text.before += over_blocks(kernel.inner, (line for leaf in held for line in writer.begin(source, leaf)))
-        text.after += over_blocks(kernel.inner, (line for leaf in held for line in writer.finish(target, leaf)))
+        text.before += over_blocks(kernel.inner, (line for leaf in held for line in writer.begin(source, leaf)), True)
+        text.after += over_blocks(kernel.inner, (line for leaf in held for line in writer.finish(target, leaf)), True)
     carried = {n.name: n for n in leaves if n.role == role and n not in printer.loads}
     # a carry that no unit reads is still handed from start to end
     walked = [n for n in kernel.program.leaves() if n.role == role and n not in printer.loads]

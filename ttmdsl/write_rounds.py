@@ -1,6 +1,7 @@
 """The text of a kernel's rounds over the blocks of a dim: what is without the dim before each, sums added up in it.
 
-Input: `Round`s, a printer and what follows a value at once. Output: lines of code.
+Input: `Round`s, a printer and what follows a value at once. Output: lines of code. The blocks of one head may be shared
+out among several programs, each of which walks over some: after each round they hand their sums to one another.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ttmdsl.ir import Node, reachable
-from ttmdsl.print_triton import TritonPrinter, shape
+from ttmdsl.print_triton import TritonPrinter, numbered, shape, width
 from ttmdsl.rounds import Round
 
 Then = Mapping[Node, Callable[[], list[str]]]
 
 
-def emit_rounds(printer: TritonPrinter, found: Sequence[Round], dim: str, then: Then) -> list[str]:
-    """Lines that compute everything in the rounds; `then` gives lines that follow a value at once, as its store."""
+def emit_rounds(
+    printer: TritonPrinter, found: Sequence[Round], dim: str, then: Then, shared: bool = False
+) -> list[str]:
+    """Lines that compute everything in the rounds; `then` gives lines that follow a value at once, as its store.
+    `shared`: blocks may be shared out."""
     lines: list[str] = []
     most = 0.0
+    adding_up = [r for r in found if r.sums]
     for i, r in enumerate(found):
         lines += printer.emit(r.before, {n: then[n] for n in r.before if n in then})
         most = max(most, printer.alive)
@@ -30,9 +35,11 @@ def emit_rounds(printer: TritonPrinter, found: Sequence[Round], dim: str, then: 
         known, printer.alive = dict(printer.text), 0.0
         adding = {n: _adding(printer, n, name) for n, name in totals.items()}
         ends = {n: then[n] for n in r.ends if n in then}
-        lines += over_blocks(dim, printer.emit([*r.sums, *r.ends], ends | adding))
+        lines += over_blocks(dim, printer.emit([*r.sums, *r.ends], ends | adding), shared)
         most = max(most, printer.alive + beside)
         printer.text = known | totals
+        if shared and r.sums:
+            lines += _handed_in(totals, adding_up.index(r), len(adding_up))
         lines += [line for n in r.sums if n in then for line in then[n]()]
     printer.alive = most
     return lines
@@ -48,8 +55,23 @@ def _outside(printer: TritonPrinter, left: Sequence[Round], dim: str) -> set[Nod
     return {n for n in todo if n in printer.text and dim not in n.axes}
 
 
-def over_blocks(dim: str, lines: Iterable[str]) -> list[str]:
-    """The lines for every block of a dim."""
+def _handed_in(totals: Mapping[Node, str], turn: int, turns: int) -> list[str]:
+    """Lines that add up what programs have found that share a head's blocks, at one of a unit's turns. There is room
+    for two turns: who hands in at the next one has loaded all of this one, so at the one after it everybody has."""
+    lines = [f"turn = {turns} * step + {turn}", "room = sums_ptr + (2 * lane + turn % 2) * SHARES * ROOM"]
+    begin, places = "", {}
+    for n, name in totals.items():
+        places[name] = f"({begin}{numbered(n.axes)})"
+        begin += f"{' * '.join(map(width, n.axes)) or '1'} + "
+        lines.append(f"tl.store(room + share * ROOM + {places[name]}, {name})")
+    lines.append("_meet(arrived_ptr + lane, (turn + 1) * SHARES)")
+    lines += [f"{name} = _added_up(room + {place}, SHARES, ROOM)" for name, place in places.items()]
+    return ["if SHARES > 1:", *(f"    {line}" for line in lines)]
+
+
+def over_blocks(dim: str, lines: Iterable[str], shared: bool = False) -> list[str]:
+    """The lines for every block of a dim, or of those that a program has of them."""
     even = f"N_{dim} % P_{dim} == 0"
     head = [f"o_{dim} = block + tl.arange(0, P_{dim})", f"m_{dim} = (o_{dim} < N_{dim}) | ({even})"]
-    return [f"for block in range(0, N_{dim}, P_{dim}):", *(f"    {line}" for line in [*head, *lines])]
+    ends = f"begin_{dim}, end_{dim}" if shared else f"0, N_{dim}"
+    return [f"for block in range({ends}, P_{dim}):", *(f"    {line}" for line in [*head, *lines])]
