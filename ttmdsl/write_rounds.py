@@ -71,7 +71,7 @@ def _handed_in(totals: Mapping[Node, str], turn: int, turns: int) -> list[str]:
 
 def over_blocks(dim: str, lines: Iterable[str], shared: bool = False) -> list[str]:
     """The lines for every block of a dim, or of those that a program has of them."""
-    even = f"N_{dim} % P_{dim} == 0"
+    even = f"N_{dim} % {f'(SHARES * P_{dim})' if shared else f'P_{dim}'} == 0"
     head = [f"o_{dim} = block + tl.arange(0, P_{dim})", f"m_{dim} = (o_{dim} < N_{dim}) | ({even})"]
     ends = f"begin_{dim}, end_{dim}" if shared else f"0, N_{dim}"
     return [f"for block in range({ends}, P_{dim}):", *(f"    {line}" for line in [*head, *lines])]
