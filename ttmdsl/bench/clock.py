@@ -134,12 +134,14 @@ class CudaClock:
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
     """What Python would free meanwhile, such as an older graph, may forbid a capture."""
+    collects = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def _draw_outside_graphs() -> None:
