@@ -140,6 +140,15 @@ def test_units_of_a_scan_wait_for_no_load(variant: str, old: Compiler) -> None:
 
 
 @pytest.mark.slow
+def test_programs_that_share_a_heads_blocks(newest: Compiler, old: Compiler) -> None:
+    for compiler, target in ((newest, "sm_80"), (old, "sm_90")):
+        job = Job("titans:b=64", 64, target, "bfloat16", named="_chunk_forward_scan")
+        alone, shared = compiler.pool.submit(compile_kernels, job).result()
+        assert (alone.error, shared.error) == ("", "")
+        assert shared.kernel == f"{alone.kernel}, few heads"
+
+
+@pytest.mark.slow
 def test_what_is_around_op_has_room(newest: Compiler, old: Compiler) -> None:
     """The same in every layer, so of one alone."""
     for compiler in (newest, old):

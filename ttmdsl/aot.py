@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ttmdsl.errors import LoadError
 
@@ -171,10 +171,15 @@ def compile_kernels(job: Job) -> list[Resources]:
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
     rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name not in starts[1:]]
-    return rows + [_compile(job, module, k, sizes, step=True) for k in kernels if k.name in starts[-1:]]
+    few = [k for k in kernels if k.name in getattr(module, "_SHARED", ())]
+    rows += [_compile(job, module, kernel, sizes, "few") for kernel in few]
+    return rows + [_compile(job, module, k, sizes, "step") for k in kernels if k.name in starts[-1:]]
 
 
-def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool = False) -> Resources:
+_CASES = {"": "", "step": ", a step", "few": ", few heads"}
+
+
+def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Literal["", "step", "few"] = "") -> Resources:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -186,10 +191,10 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], step: bool =
         launches = [launch]
     else:
         pointers = module.KERNEL_POINTERS[name]
-        place = getattr(torch, job.dtype), gpu, *((True,) if step else ())
-        launches = module.kernel_launches(name, sizes, *place)
-    lacking = dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if step else "step", ()))
-    spot = Resources(job.variant, f"{name}, a step" if step else name, job.target, job.head, job.dtype)
+        how = {case: True} if case else {}
+        launches = module.kernel_launches(name, sizes, getattr(torch, job.dtype), gpu, **how)
+    lacking = dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if case == "step" else "step", ()))
+    spot = Resources(job.variant, name + _CASES[case], job.target, job.head, job.dtype)
     limit = SHARED_KIB[gpu] * 1024
     began = time.perf_counter()
     for given, options in launches:
