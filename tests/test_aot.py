@@ -1,8 +1,8 @@
 """Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
 
 What is covered in bfloat16, forward and backward: all kernels of each form by Triton 3.6 at head size 64 for sm_90; by
-the newest, of the forms for tokens from the start of a group on, since the others' kernels differ in little, and but for
-what is like lattice_dec, at 64 for sm_80 and at 128 for sm_90. The rest of the matrix (both versions, three head sizes,
+the newest, but for what is like lattice_dec, of the forms for tokens from the start of a group on, since the others'
+kernels differ in little, at 64 for sm_80 and at 128 for sm_90. The rest of the matrix (both versions, three head sizes,
 two targets) takes a quarter of an hour on two cores, and CI has that for all that it does: `python tests/aot_matrix.py`
 compiles it and writes docs/aot.md. A kernel fails that does not compile, or that wants more shared memory than its
 target has. Spilled registers are no failure: they are listed after the tests.
