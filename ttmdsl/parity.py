@@ -265,8 +265,7 @@ def steady(
     seed: int = 0,
     kept: Path | None = None,
 ) -> _Steady:
-    """The draw at which a shape is compared, what the oracle makes of it in float64, and what rounding costs the oracle
-    itself; `kept` is a folder: what was found before is taken from there."""
+    """What `_steady` finds; `kept` is a folder, from which it is taken where it has been found before."""
     device, how = torch.device(device), (oracle, seed)
     if kept is None:
         return _steady(module, shape, dtype, device, *how)

@@ -12,9 +12,9 @@ import functools
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ttmdsl.ir import Axes, Node, Program, base_dim
+from ttmdsl.ir import Axes, Node, Program
 from ttmdsl.kernel_text import Kept, KernelText
-from ttmdsl.print_triton import Rows, load_token, store_token
+from ttmdsl.print_triton import Rows, load_token, store_token, width
 from ttmdsl.rounds import rounds
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages
@@ -103,7 +103,7 @@ class _Writer(WalkWriter):
         call, arguments = f"_tile_{node.op}", [tile, str(steps), "INVERSE"]
         if text.kept:
             pointer = text.pointer(text.kept.name, f'found["{text.kept.name}"]', "half")
-            size = " * ".join([str(steps), *(f"P_{base_dim(x)}" for x in node.axes)])
+            size = " * ".join([str(steps), *map(width, node.axes)])
             call = call.replace("_schulz", "_schulz_kept")
             arguments.insert(1, f"{pointer} + slot * ({size})")
         found = f"{call}({', '.join(arguments)})"
