@@ -228,13 +228,14 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def worst_of_shares(name: str, consts: dict[str, float], processors: int) -> tuple[set[int], list[str]]:
-    """Among how many programs a head's blocks of 16 columns are shared out, and what misses; the last of five blocks of
-    the hidden dim has six columns."""
+def worst_of_shares(
+    name: str, consts: dict[str, float], processors: int, dims: tuple[int, int]
+) -> tuple[set[int], list[str]]:
+    """Among how many programs a head's blocks of 16 columns are shared out, and what misses; the last one has fewer."""
     module = ttmdsl.load(name, **consts)
     shapes = [
-        Shape("a state, cut", tokens=100, heads=2, dims=(12, 70), cuts=(30,), state=True),
-        Shape("packed", heads=1, dims=(12, 70), lengths=(5, 0, 70), state=False),
+        Shape("a state, cut", tokens=100, heads=2, dims=dims, cuts=(30,), state=True),
+        Shape("packed", heads=1, dims=dims, lengths=(5, 0, 70), state=False),
     ]
     module._schedule.cache_clear()
     patched = mock.patch.multiple(module, _BLOCK=16, _processors=lambda device: processors, _fitting={})
@@ -245,13 +246,25 @@ def worst_of_shares(name: str, consts: dict[str, float], processors: int) -> tup
 
 
 @pytest.mark.parametrize(
-    ("name", "consts", "processors", "shares"),
-    [("ttt_mlp", {}, 10**6, {5}), ("titans", {"b": 64}, 7, {3, 2}), ("omega_net", {"b": 32}, 5, {2, 1})],
+    ("name", "consts", "processors", "dims", "shares"),
+    [
+        ("ttt_mlp", {}, 10**6, (12, 70), {5}),
+        ("titans", {"b": 64}, 7, (12, 70), {3, 2}),
+        ("omega_net", {"b": 32}, 5, (12, 70), {2, 1}),
+        ("lattice_dec", {"b": 64, "project": 0}, 10**6, (70, 36), {3}),
+        ("trellis", {"b": 64}, 7, (20, 36), {3, 2}),
+        ("ttt_norm", {"b": 64}, 7, (36, 40), {3, 2}),
+    ],
 )
 def test_programs_that_share_a_heads_blocks_are_the_reference(
-    interpreter: ProcessPoolExecutor, name: str, consts: dict[str, float], processors: int, shares: set[int]
+    interpreter: ProcessPoolExecutor,
+    name: str,
+    consts: dict[str, float],
+    processors: int,
+    dims: tuple[int, int],
+    shares: set[int],
 ) -> None:
-    assert interpreter.submit(worst_of_shares, name, consts, processors).result() == (shares, [])
+    assert interpreter.submit(worst_of_shares, name, consts, processors, dims).result() == (shares, [])
 
 
 @pytest.mark.parametrize(

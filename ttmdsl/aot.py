@@ -171,7 +171,8 @@ def compile_kernels(job: Job) -> list[Resources]:
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
     rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name not in starts[1:]]
-    few = [k for k in kernels if k.name in getattr(module, "_SHARED", ())]
+    shared = getattr(module, "_SHARED", {})
+    few = [k for k in kernels if k.name in shared and module._shares(k.name, sizes, 1, sizes[shared[k.name][0]]) > 1]
     rows += [_compile(job, module, kernel, sizes, "few") for kernel in few]
     return rows + [_compile(job, module, k, sizes, "step") for k in kernels if k.name in starts[-1:]]
 

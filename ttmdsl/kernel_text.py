@@ -55,9 +55,10 @@ class Kept:
 class KernelText:
     """What a kernel template needs; lists are lines of code. `of`: what alone a map holds, if it holds no state;
     `by_token`: a scan over single tokens. `found`: what a walk that finds a segment's states again leaves of every
-    token, and its axes. `handed_in`: axes of each round's sums, which programs hand to one another that share a head's
-    blocks, if some may. `steps`: gradient steps of a token that it deals out by itself. `aside`: what no token's value
-    takes part in, once the first token is being loaded. `others`: the body in other orders, by their numbers."""
+    token, and its axes. `shared`: a dim whose blocks programs may share out; `handed_in`: axes of each round's sums,
+    which these hand to one another; `together`: the body of such a program, if each has one block. `steps`: gradient
+    steps of a token that it deals out by itself. `aside`: what no token's value takes part in, once the first token is
+    being loaded. `others`: the body in other orders, by their numbers."""
 
     name: str
     doc: str
@@ -68,7 +69,8 @@ class KernelText:
     blocked: str = ""
     inner: str = ""
     held: list[str] = field(default_factory=list)
-    handed_in: list[list[Axes]] | None = None
+    shared: str = ""
+    handed_in: list[list[Axes]] = field(default_factory=list)
     reverse: bool = False
     of: Literal["", " of tokens", " of vectors"] = ""
     by_token: bool = False
@@ -77,6 +79,7 @@ class KernelText:
     aside: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     others: dict[int, list[str]] = field(default_factory=dict)
+    together: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     ahead: list[Ahead] = field(default_factory=list)
     found: dict[str, Axes] = field(default_factory=dict)

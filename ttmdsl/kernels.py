@@ -23,7 +23,8 @@ class Kernel:
     and head. `outputs` are stored at every unit, `saves` likewise for the kernels after it, which are `given` them.
     What a kernel saves or keeps it stores where a backward pass may follow, but what is `across`, for a later kernel of
     the forward pass or of the backward one, always.
-    `blocked` is a dim that the grid may split, or ""; `inner` one over whose blocks the kernel walks (rounds.py).
+    `blocked` is a dim that the grid may split, or ""; `inner` one over whose blocks the kernel walks (rounds.py);
+    `shared` one whose blocks several programs may share out that hand one another their sums over it.
     `exact` values pass between kernels in float32; others that have a value for every token in the inputs' dtype.
     `wide` products have twice its digits. `handed` values follow from the carries alone: found before a walk, and by
     each unit for the next. `searched`: the order of its values is looked for longer than others.
@@ -41,6 +42,7 @@ class Kernel:
     given: tuple[Node, ...] = ()
     blocked: str = ""
     inner: str = ""
+    shared: str = ""
     exact: frozenset[Node] = frozenset()
     wide: frozenset[Node] = frozenset()
     handed: tuple[tuple[Node, Node], ...] = ()

@@ -45,8 +45,8 @@ from ttmdsl.lower import Form
 from ttmdsl.rounding import adding_up, bent, perpendicular, steep
 from ttmdsl.rounds import rounds
 from ttmdsl.scans import passed_on, placed, scans_of, walking
-from ttmdsl.schedule import BLOCK, FULL, ROWS, Weight, weights
-from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, WALKING, alive, cost, staged
+from ttmdsl.schedule import BLOCK, FULL, ROWS, WIDE, Weight, weights
+from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SEVERAL, WAITING, WALKING, alive, cost, staged
 from ttmdsl.transfer import Transfer, transfers
 from ttmdsl.vector_kernels import found_ahead
 from ttmdsl.vectors import gates, leaving, taking
@@ -154,7 +154,11 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
     found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
     found = _widely(_careful(found) if careful else found)
     found = _always(_with_gates_ahead(found, tokens))
-    return _in_blocks(_in_rounds(found, dim) if dim else found, tokens)
+    if dim:
+        found = _in_rounds(found, dim)
+    elif tokens >= ROWS:
+        found = _shared_out(found)
+    return _in_blocks(found, tokens)
 
 
 def _gathered(backward: Sequence[Kernel], weight: Weight) -> list[Kernel]:
@@ -261,6 +265,26 @@ def _in_rounds(p: Plan, dim: str) -> Plan:
         return replace(k, inner=dim) if k.blocked != dim and rounds(k.roots, k.given, dim) else k
 
     return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))
+
+
+def _shared_out(p: Plan) -> Plan:
+    """The same by scans whose programs may share out the blocks of a dim that all states have, where grids split none
+    and a unit in heads of 128 takes much longer than a wait for one another: of the dim by which they wait least."""
+
+    def handed(k: Kernel, dim: str) -> float:
+        found = [r.sums for r in rounds(k.roots, k.given, dim) if r.sums]
+        return len(found) * WAITING + sum(FULL(n) for sums in found for n in sums)
+
+    def sharing(k: Kernel) -> Kernel:
+        if k.kind != "scan" or k.blocked or k.inner or k.handed:
+            return k
+        products = sum(is_product(n) for n in k.nodes if n not in k.given)
+        if alive(k, WIDE) <= 2 * ROOM and products < SEVERAL:
+            return k
+        dims = [d for d in k.program.dims if all(d in end.axes for _, end in k.carried) and rounds(k.roots, k.given, d)]
+        return replace(k, shared=min(dims, key=functools.partial(handed, k), default=""))
+
+    return replace(p, forward=tuple(map(sharing, p.forward)), backward=tuple(map(sharing, p.backward)))
 
 
 def _in_blocks(p: Plan, tokens: int) -> Plan:

@@ -36,6 +36,8 @@ ROOM = 8.5  # tiles of 64 x 64 in float32 that four warps keep alive, beside wha
 CLOSE = 1.15 * ROOM  # a little more, which spills little
 WALKING = 12.7  # the same for a walk over the blocks of a dim, beyond which kernels of all columns are faster
 AGAIN = 2  # as they are where such a walk loads or multiplies more tiles a second time
+SEVERAL = 3  # products of a scan's unit that programs share out though they have room: it takes longer than to wait
+WAITING = 2.0  # as much as programs wait for one another they would for so many more tiles of each other's sums
 # what costs as much time as moving a tile in half precision between memory and chip, as measured (benchmarks/NOTES.md):
 LAUNCH = 2.0  # a kernel;
 PRODUCT, DECAY = 0.5, 3.0  # a product of tiles, plain and under decays per channel;

@@ -45,7 +45,7 @@ from ttmdsl.state import POSITION, state_shapes
 from ttmdsl.tuning import NOTHING, Tables, signature
 from ttmdsl.vector_kernels import is_vector
 from ttmdsl.write_alone import Alone
-from ttmdsl.write_rounds import emit_rounds, over_blocks
+from ttmdsl.write_rounds import emit_rounds, emit_together, over_blocks
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive ahead lower strict live last first length count unit_0 t_ offset place H BT"
@@ -309,13 +309,16 @@ class KernelWriter:
     def computed(self, kernel: Kernel) -> list[str]:
         """Lines for all that a kernel computes and stores of a unit."""
         then = self.stores(kernel)
-        if not kernel.inner:
+        dim = kernel.inner or kernel.shared
+        if not dim:
             return self.printer.emit(kernel.roots, then)
         kept = [n for n in self.waiting(kernel) if n.name in kernel.keeps]
-        found = rounds([*kernel.roots, *kept], kernel.given, kernel.inner)
-        if self.text.held:
+        found = rounds([*kernel.roots, *kept], kernel.given, dim)
+        if self.text.shared:
             self.text.handed_in = [[n.axes for n in r.sums] for r in found if r.sums]
-        return emit_rounds(self.printer, found, kernel.inner, then, shared=bool(self.text.held))
+        if not kernel.inner:
+            return emit_together(self.printer, found, kernel.users, then)
+        return emit_rounds(self.printer, found, dim, then, shared=bool(self.text.shared))
 
     def begin(self, kind: str, leaf: Node) -> list[str]:
         """Lines that put a state that a walk begins with where the first unit finds it."""
@@ -424,13 +427,14 @@ def write_kernel(
     tokens: int = ROWS,
     alone: Alone | None = None,
 ) -> KernelText:
-    """The text of a kernel, its body also in the orders that the tables name for it. `rounded`: the states at the units
-    that are in the inputs' dtype; `tokens`: of a unit; `alone`: what one token's step finds by itself."""
+    """The text of a kernel, its body also in the orders that the tables name for it, and for programs that share out a
+    dim. `rounded`: the states at the units that are in the inputs' dtype; `tokens`: of a unit; `alone`: what one
+    token's step finds by itself."""
     weight = weights(tokens)
     transposed, few = turned(kernel), tokens < ROWS
     apart = drawn_out(kernel.nodes, kernel.given, transposed, few) if kernel.kind == "map" else {}
 
-    def write(number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
+    def write(kernel: Kernel, number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
         text = KernelText(
             kernel.name,
             _doc(kernel),
@@ -451,12 +455,17 @@ def write_kernel(
             _write_map(kernel, writer, weight)
         return text
 
-    text = write()
+    whole = replace(kernel, shared="")
+    text = write(whole)
     for number in tables.orders(text.signature):
-        other = write(number, text.arguments)
+        other = write(whole, number, text.arguments)
         assert replace(other, body=text.body, alive=text.alive) == replace(text, others={}), kernel.name
         if other.body != text.body:
             text.others[number] = other.body
+    if kernel.shared:
+        other = write(kernel, 0, text.arguments)
+        assert (other.arguments, other.before, other.after) == (text.arguments, text.before, text.after), kernel.name
+        text.shared, text.handed_in, text.together = other.shared, other.handed_in, other.body
     return text
 
 
@@ -486,8 +495,9 @@ def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
             printer.loads[leaf] = writer.load_state("held", leaf, "here")
         else:  # it is there for the first unit alone
             printer.loads[leaf] = writer.given_state(source, leaf, "n * H + h", "step == 0")
+    text.shared = kernel.shared
     if held:
-        text.held = [leaf.name for leaf in held]
+        text.held, text.shared = [leaf.name for leaf in held], kernel.inner
         text.before += over_blocks(kernel.inner, (line for leaf in held for line in writer.begin(source, leaf)), True)
         text.after += over_blocks(kernel.inner, (line for leaf in held for line in writer.finish(target, leaf)), True)
     carried = {n.name: n for n in leaves if n.role == role and n not in printer.loads}

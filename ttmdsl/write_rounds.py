@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ttmdsl.ir import Node, reachable
+from ttmdsl.ir import Node, depends_on, is_product, reachable
 from ttmdsl.print_triton import TritonPrinter, numbered, shape, width
 from ttmdsl.rounds import Round
 
@@ -39,9 +39,42 @@ def emit_rounds(
         most = max(most, printer.alive + beside)
         printer.text = known | totals
         if shared and r.sums:
-            lines += _handed_in(totals, adding_up.index(r), len(adding_up))
+            handing, waiting = _handing(totals, adding_up.index(r), len(adding_up))
+            lines += ["if SHARES > 1:", *(f"    {line}" for line in [*handing, *waiting])]
         lines += [line for n in r.sums if n in then for line in then[n]()]
     printer.alive = most
+    return lines
+
+
+def emit_together(
+    printer: TritonPrinter, found: Sequence[Round], takers: Mapping[Node, Sequence[Node]], then: Then
+) -> list[str]:
+    """The same by programs that have one block each: nothing is computed twice. Once a program has handed in its sums
+    of a round, it takes those products that need none of them, and then waits for the others'. `takers`: all that is
+    computed or loaded, and what takes it."""
+    lines: list[str] = []
+    adding_up = [r for r in found if r.sums]
+
+    def emit(roots: Iterable[Node], then: Then = then) -> list[str]:
+        roots = list(dict.fromkeys(roots))
+        here = set(reachable(roots, printer.text))
+        later = [n for n in here if not here.issuperset(takers.get(n, ()))]
+        return printer.emit(roots, {n: then[n] for n in roots if n in then}, named=later)
+
+    for r in found:
+        lines += emit(r.before)
+        if not r.sums:
+            lines += emit(r.ends)
+            continue
+        lines += emit(r.sums, {})
+        totals = {n: printer.names.get(f"{printer.builder.labels.get(n) or printer.wish(n)}_total") for n in r.sums}
+        lines += [f"{name} = {printer.text[n]}" for n, name in totals.items()]
+        handing, waiting = _handing(totals, adding_up.index(r), len(adding_up))
+        unknown = depends_on(takers, totals)
+        apart = [n for n in takers if is_product(n) and n not in unknown and n not in printer.text]
+        lines += [*handing, *emit([*r.ends, *apart]), *waiting]
+        printer.text |= totals
+        lines += [line for n in r.sums if n in then for line in then[n]()]
     return lines
 
 
@@ -55,18 +88,19 @@ def _outside(printer: TritonPrinter, left: Sequence[Round], dim: str) -> set[Nod
     return {n for n in todo if n in printer.text and dim not in n.axes}
 
 
-def _handed_in(totals: Mapping[Node, str], turn: int, turns: int) -> list[str]:
-    """Lines that add up what programs have found that share a head's blocks, at one of a unit's turns. There is room
-    for two turns: who hands in at the next one has loaded all of this one, so at the one after it everybody has."""
-    lines = [f"turn = {turns} * step + {turn}", "room = sums_ptr + (2 * lane + turn % 2) * SHARES * ROOM"]
+def _handing(totals: Mapping[Node, str], turn: int, turns: int) -> tuple[list[str], list[str]]:
+    """Lines by which a program hands in what it has found, at one of a unit's turns; and lines that wait for all that
+    share the head's blocks, and add up what they have found. There is room for two turns: who hands in at the next one
+    has loaded all of this one, so at the one after it everybody has."""
+    handing = [f"turn = {turns} * step + {turn}", "room = sums_ptr + (2 * lane + turn % 2) * SHARES * ROOM"]
     begin, places = "", {}
     for n, name in totals.items():
         places[name] = f"({begin}{numbered(n.axes)})"
         begin += f"{' * '.join(map(width, n.axes)) or '1'} + "
-        lines.append(f"tl.store(room + share * ROOM + {places[name]}, {name})")
-    lines.append("_meet(arrived_ptr + lane, (turn + 1) * SHARES)")
-    lines += [f"{name} = _added_up(room + {place}, SHARES, ROOM)" for name, place in places.items()]
-    return ["if SHARES > 1:", *(f"    {line}" for line in lines)]
+        handing.append(f"tl.store(room + share * ROOM + {places[name]}, {name})")
+    waiting = ["_wait(arrived_ptr + lane, (turn + 1) * SHARES)"]
+    waiting += [f"{name} = _added_up(room + {place}, SHARES, ROOM)" for name, place in places.items()]
+    return [*handing, "_arrive(arrived_ptr + lane)"], waiting
 
 
 def over_blocks(dim: str, lines: Iterable[str], shared: bool = False) -> list[str]:
