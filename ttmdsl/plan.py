@@ -44,12 +44,12 @@ from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.rounding import adding_up, bent, perpendicular, steep
 from ttmdsl.rounds import rounds
-from ttmdsl.scans import passed_on, placed, scans_of, walking
+from ttmdsl.scans import passed_on, placed, scans_of, walking, walks_at
 from ttmdsl.schedule import BLOCK, FULL, ROWS, WIDE, Weight, weights
 from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SEVERAL, WAITING, WALKING, alive, cost, staged
 from ttmdsl.transfer import Transfer, transfers
 from ttmdsl.vector_kernels import found_ahead
-from ttmdsl.vectors import gates, leaving, taking
+from ttmdsl.vectors import followed, gates, leaving, taking
 from ttmdsl.ways import Choice, Way, cheapest, free_ways
 
 
@@ -245,17 +245,21 @@ def _widely(p: Plan) -> Plan:
 
 
 def _with_gates_ahead(p: Plan, tokens: int) -> Plan:
-    """The same with the gates that scans take left by a kernel before them (vectors.py)."""
-    vectors = gates(k for k in p.kernels() if k.kind == "scan")
+    """The same with the gates that scans take, or what follows from them, left by a kernel before (vectors.py)."""
+    scans = [k for k in p.kernels() if k.kind == "scan"]
+    vectors = followed(scans) if p.forward[0].program.inner else gates(scans)
     forward = leaving(p.forward, f"_{p.name}_forward_free_kernel", vectors, tokens)
 
     def fed(k: Kernel) -> Kernel:
-        return taking(k, vectors) if k.kind == "scan" else k
+        return taking(k, vectors)
 
     if not vectors or not forward:
         return p
     parts = p.parts and Parts(fed(p.parts.carry), tuple((t, fed(k)) for t, k in p.parts.transfers))
-    return replace(p, forward=tuple(map(fed, forward)), backward=tuple(map(fed, p.backward)), parts=parts)
+    start = walks_at(k.kind for k in forward).start
+    forward[start:] = map(fed, forward[start:])
+    p = replace(p, forward=tuple(forward), backward=tuple(map(fed, p.backward)), parts=parts)
+    return _exactly(p, frozenset(vectors)) if p.forward[0].program.inner else p  # maps may pass them on, too
 
 
 def _in_rounds(p: Plan, dim: str) -> Plan:
