@@ -343,6 +343,26 @@ def reverse_scans_of_short_units_take_four_warps_and_scans_three_stages() -> Non
             assert found["num_stages"] == 3
 
 
+def programs_that_share_out_a_dim_have_one_block_each() -> None:
+    module = ttmdsl.load("trellis", b=64)
+    for kernel, (dim, _) in module._SHARED.items():
+        # of 64 heads: sizes, processors, programs of each head, the width of a block
+        for size, *how in (
+            (128, 132, 2, 64),
+            (128, 127, 1, 128),
+            (192, 132, 2, 128),
+            (192, 192, 3, 64),
+            (64, 640, 1, 64),
+        ):
+            processors, shares, width = how
+            sizes, form = dict.fromkeys(("d_k", "m", "d_v"), size), kernel.split("_")[1]
+            place = sizes, form, torch.bfloat16, 64, 64, 90
+            for tiles, options in module._choices(kernel, *place, processors=processors):
+                assert (tiles["SHARES"], tiles[f"P_{dim}"]) == (shares, width)
+                assert shares * width >= size
+                assert "shares" not in options
+
+
 def eight_warps_share_products_of_crowded_maps_in_heads_of_128_on_hopper() -> None:
     def shared(module: Any, kernel: str, size: int = 128, gpu: int = 90) -> object:
         sizes = dict.fromkeys(("d_k", "d_v"), size)
@@ -427,6 +447,7 @@ class FirstOf(torch.nn.Module):
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         walks_of_whole_states_take_eight_warps_in_heads_of_128,
         reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,
+        programs_that_share_out_a_dim_have_one_block_each,
         eight_warps_share_products_of_crowded_maps_in_heads_of_128_on_hopper,
         tangents_are_not_dropped,
         kernels_stand_between_compiled_graphs,

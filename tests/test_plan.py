@@ -26,6 +26,7 @@ from ttmdsl.options import Options
 from ttmdsl.pipeline import run
 from ttmdsl.plan import Plan, plan
 from ttmdsl.rounding import enlarged
+from ttmdsl.rounds import rounds
 from ttmdsl.scans import free_axis, walks_at
 from ttmdsl.schedule import FULL, Work, tiles_first, weights
 from ttmdsl.staging import (
@@ -438,6 +439,30 @@ def test_weights_of_tokens_alone_are_found_ahead_of_a_scan_whose_writes_are_free
             assert set(before.given) <= set(vectors.saves)
     for name in ("retnet", "mamba2", "linear_attention"):  # one product for weights
         assert [k.kind for k in plan("chunk", forms(name, {})["chunk"]).forward] == ["scan"]
+
+
+def test_what_scans_find_of_gates_by_a_product_comes_before_those_of_deep_memories() -> None:
+    for kind, form in forms("titans", {"b": 64}).items():
+        if kind == "token":
+            continue
+        before, *_ = found = plan(kind, form).forward
+        assert before.kind == "map"
+        scans = [k for k in (*found, *plan(kind, form).backward) if k.kind == "scan"]
+        vectors = {n for k in scans for n in k.given if is_vector(n)}
+        assert vectors >= {*before.saves}
+        for k in scans:
+            assert not any(crosses_tokens(n) for n in k.nodes if n not in k.given)
+    for kind, form in forms("dla", {"b": 64}).items():  # by sums alone
+        assert kind == "token" or plan(kind, form).forward[0].kind == "scan"
+
+
+def test_programs_share_out_what_all_states_have(form: Form, found: Plan) -> None:
+    for k in found.kernels():
+        if k.shared:
+            assert k.kind == "scan"
+            assert not (k.blocked or k.inner)
+            assert all(k.shared in end.axes for _, end in k.carried)
+            assert any(r.sums for r in rounds(k.roots, k.given, k.shared))
 
 
 def test_gates_come_to_scans_by_way_of_the_kernel_before_them(form: Form, found: Plan) -> None:

@@ -235,6 +235,11 @@ def test_a_table_is_extended(tmp_path: Path) -> None:
         tune([CASE], "sm_80", path, Settings(), FakeLab())
 
 
+def test_what_is_shared_out_is_measured_so() -> None:
+    shared = replace(SCAN, config={**SCAN.config, "shares": 2})
+    assert candidates(shared) == [{**config, "shares": 2} for config in candidates(SCAN)]
+
+
 def test_the_budget_ends_it_and_what_was_found_is_kept(tmp_path: Path) -> None:
     fake, said, path = FakeLab(), list[str](), tmp_path / "sm_90.json"
     early, late = candidates(SCAN)[1], candidates(SCAN)[-1]

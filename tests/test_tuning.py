@@ -245,13 +245,12 @@ def test_where_a_narrow_block_does_not_count_a_wider_one_does() -> None:
 
 
 def test_what_was_measured_with_as_many_programs_for_each_head_counts_first() -> None:
-    narrow = replace(entry("k", lanes=16, block=32), triton="3.6.0")
-    wide = entry("k", lanes=16, block=64), entry("k", lanes=1024, block=128)
+    narrow = replace(entry("k", lanes=16, block=32, shares=4), triton="3.6.0")
+    wide = entry("k", lanes=16, block=64, shares=4), entry("k", lanes=1024, block=128)
     at = lookup(Tables({90: Table("sm_90", [narrow, *wide])}), {"a_kernel": "k"})
-    few = range(33).__contains__
-    assert at("a_kernel", (64, 64, 64), 2, 32, 90, alike=few) == {"block": 32}
-    assert at("a_kernel", (64, 64, 64), 2, 33, 90, alike=lambda lanes: not few(lanes)) == {"block": 128}
-    assert at("a_kernel", (64, 64, 64), 2, 33, 90, alike=lambda lanes: False) == {"block": 64}  # the nearest one
+    assert at("a_kernel", (64, 64, 64), 2, 32, 90, shares=4) == narrow.config
+    assert at("a_kernel", (64, 64, 64), 2, 33, 90) == {"block": 128}
+    assert at("a_kernel", (64, 64, 64), 2, 33, 90, shares=2) == wide[0].config  # the nearest one
 
 
 def test_a_place_is_measured_anew_with_all_its_entries() -> None:
@@ -259,6 +258,8 @@ def test_a_place_is_measured_anew_with_all_its_entries() -> None:
     new = [entry("k", block=64, num_stages=2)]
     assert Table("sm_90", old).merge(Table("sm_90", new)).kernels == [old[2], *new]
     assert Table("sm_90", new).merge(Table("sm_90", old)).kernels == old
+    shared = [entry("k", shares=2)]  # on another GPU a program may have a head by itself there
+    assert Table("sm_90", old).merge(Table("sm_90", shared)).kernels == [*old, *shared]
 
 
 @pytest.fixture

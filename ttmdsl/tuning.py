@@ -9,7 +9,8 @@ A file is {"target": "sm_90", "kernels": [...], "chunks": [...], "excluded": [..
 - kernels: {"kernel": signature, "tiles": [sizes], "bytes": 2, "lanes": 128} is a place: the tokens of a unit and every
   dim, as padded; bytes of an input; sequences times heads. {"config": {...}} is what to launch with there, by CONFIG.
   A kernel that stores states where a backward pass may follow counts as another one where none does.
-  Where that has a narrow block, or few registers, a second entry is for where it does not count.
+  Where that has a narrow block, or few registers, a second entry is for where it does not count. By how many programs a
+  head's blocks were shared out follows from the GPU, too: what was measured by as many comes first.
 - chunks: the same with the signature of a whole form, where "tiles" are the dims alone, and {"config": {"chunk": 64}}.
 - excluded: configurations that were wrong or failed, with {"why": text, "triton": version}; never looked up at launch.
 """
@@ -37,6 +38,7 @@ CONFIG = {
     "chunk": (16, 32, 64, 128),  # tokens of a unit
     "order": tuple(range(1, 16)),  # in which a kernel computes and loads its values: by the numbers of schedule.py
     "dims_first": (1,),  # products of 64 tokens by more dims are found as their transposes, which eight warps share
+    "shares": tuple(range(2, 17)),  # among so many programs a head's blocks are shared out, where it was measured
     "copied": (0,),  # of a scan's tensors those alone are copied to shared memory ahead that products take, not all
 }
 
@@ -67,6 +69,11 @@ class Entry:
         return self.kernel, self.tiles, self.bytes, self.lanes
 
     @property
+    def shared(self) -> tuple[object, ...]:
+        """Its place, and by how many programs a head's blocks are shared out there, which follows from the GPU, too."""
+        return self.place, self.config.get("shares", 1)
+
+    @property
     def narrow(self) -> bool:
         """Whether it counts where it was measured alone, as blocks that are right or registers that are enough."""
         return any(self.config.get(key, least) < least for key, least in EVERYWHERE.items())
@@ -82,9 +89,9 @@ class Table:
     excluded: list[Entry] = field(default_factory=list)
 
     def merge(self, other: Table) -> Table:
-        """Both; at one place the other's choices count, and what either excludes stays excluded."""
+        """Both; at one place, shared out alike, the other's choices count, and what either excludes stays excluded."""
         kernels, chunks = (
-            [*(e for e in mine if e.place not in {e.place for e in theirs}), *theirs]
+            [*(e for e in mine if e.shared not in {e.shared for e in theirs}), *theirs]
             for mine, theirs in ((self.kernels, other.kernels), (self.chunks, other.chunks))
         )
         excluded = {(*e.place, *sorted(e.config.items())): e for e in (*self.excluded, *other.excluded)}

@@ -226,7 +226,9 @@ def _config(tiles: dict[str, Any], options: dict[str, Any]) -> dict[str, int]:
     configuration that says nothing; and all tensors are copied ahead, where these find room."""
     config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
     fewer = config.get("num_stages", 1) > 1 and tiles.get("STAGES", 0) is None
-    return config | ({"dims_first": 1} if tiles.get("DIMS_FIRST") else {}) | ({"copied": 0} if fewer else {})
+    shares = tiles.get("SHARES", 1)
+    more = {"dims_first": tiles.get("DIMS_FIRST"), "shares": shares if shares > 1 else 0}
+    return config | {key: int(value) for key, value in more.items() if value} | ({"copied": 0} if fewer else {})
 
 
 def times(trial: Trial) -> Times:

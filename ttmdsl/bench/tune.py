@@ -265,7 +265,8 @@ def candidates(entry: Entry) -> list[Config]:
     fewer = [{**config, "maxnreg": n} for config in found for n in registers if config["num_warps"] == 4]
     copies = unit == "chunk" and way in ("scan", "reverse") and " in rounds" not in entry.kernel
     plain = [{**config, "copied": 0} for config in found if copies and config["num_stages"] > 1]
-    return [*found, *fewer, *plain]
+    same = {"shares": entry.config["shares"]} if "shares" in entry.config else {}
+    return [{**config, **same} for config in (*found, *fewer, *plain)]
 
 
 def _others(entry: Entry, configs: Iterable[Config]) -> list[Config]:
