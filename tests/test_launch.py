@@ -345,16 +345,10 @@ def reverse_scans_of_short_units_take_four_warps_and_scans_three_stages() -> Non
 
 def programs_that_share_out_a_dim_have_one_block_each() -> None:
     module = ttmdsl.load("trellis", b=64)
+    # of 64 heads: their size, processors, programs of each head, the width of a block
+    known = (128, 132, 2, 64), (128, 127, 1, 128), (192, 132, 2, 128), (192, 192, 3, 64), (64, 640, 1, 64)
     for kernel, (dim, _) in module._SHARED.items():
-        # of 64 heads: sizes, processors, programs of each head, the width of a block
-        for size, *how in (
-            (128, 132, 2, 64),
-            (128, 127, 1, 128),
-            (192, 132, 2, 128),
-            (192, 192, 3, 64),
-            (64, 640, 1, 64),
-        ):
-            processors, shares, width = how
+        for size, processors, shares, width in known:
             sizes, form = dict.fromkeys(("d_k", "m", "d_v"), size), kernel.split("_")[1]
             place = sizes, form, torch.bfloat16, 64, 64, 90
             for tiles, options in module._choices(kernel, *place, processors=processors):

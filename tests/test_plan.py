@@ -459,8 +459,7 @@ def test_what_scans_find_of_gates_by_a_product_comes_before_those_of_deep_memori
 def test_programs_share_out_what_all_states_have(form: Form, found: Plan) -> None:
     for k in found.kernels():
         if k.shared:
-            assert k.kind == "scan"
-            assert not (k.blocked or k.inner)
+            assert (k.kind, k.blocked, k.inner) == ("scan", "", "")
             assert all(k.shared in end.axes for _, end in k.carried)
             assert any(r.sums for r in rounds(k.roots, k.given, k.shared))
 
