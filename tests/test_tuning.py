@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
@@ -42,9 +43,10 @@ SCAN = "_chunk_forward_scan_kernel"
 def signatures(layer: str, **consts: float) -> dict[str, Any]:
     """`KERNEL_SIGNATURES` and `FORM_SIGNATURES` of a layer's module, read from its text."""
     source = Path(ttmdsl.load(layer, **consts).__file__).read_text(encoding="utf-8")
-    assigned = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
-    names = ((node.targets[0], node.value) for node in assigned)
-    return {n.id: ast.literal_eval(v) for n, v in names if isinstance(n, ast.Name) and n.id.endswith("_SIGNATURES")}
+    found = re.findall(
+        r"^ *(\w+_SIGNATURES) = (\{.*?\})$", source, re.MULTILINE | re.DOTALL
+    )  # all would take Python long
+    return {name: ast.literal_eval(text) for name, text in found}
 
 
 def write(folder: Path, table: Table) -> None:

@@ -20,6 +20,8 @@ of a program: some of its outputs, and all they need, down to what an earlier ke
 - Kernels walk over the blocks of a dim that memories alone have (rounds.py). Their states pass through memory from unit
   to unit, so what is read of them may be computed for all units at once, after the scan, where that costs less; so it
   is where a carry's products have twice the digits, and leave a scan no room.
+- Scans that no grid splits, and that find no room in heads of 128 or take long there, may be shared out among programs
+  that have a block each of a dim of all their states.
 - Maps walk likewise over the blocks of a head's dim, where heads of 128 find room so: whether a launch takes such
   blocks, or the whole dim as one, is said by what was measured.
 - The exact sequential form keeps its own backward in one kernel (see codegen/triton_kernels.py.j2).

@@ -51,7 +51,7 @@ def leaving(forward: Sequence[Kernel], name: str, vectors: tuple[Node, ...], tok
     scans walk over blocks, or units have few tokens, since others gain no more than it takes (measured). Else
     nothing."""
     first = forward[0]
-    own = Kernel(name, "map", first.program, saves=vectors)
+    own = Kernel(name, "map", first.program, saves=vectors, exact=first.exact)
     if first.program.inner:  # by itself: what is there may be of vectors alone, by one warp
         start = walks_at(k.kind for k in forward).start
         before = forward[:start]
