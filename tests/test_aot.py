@@ -140,8 +140,12 @@ def test_units_of_a_scan_wait_for_no_load(variant: str, old: Compiler) -> None:
 
 
 @pytest.mark.slow
-def test_programs_that_share_a_heads_blocks(newest: Compiler) -> None:
-    job = Job("titans:b=64", 64, "sm_80", "bfloat16", named="_chunk_forward_scan")
+@pytest.mark.parametrize(
+    ("variant", "head", "kernel"),
+    [("titans:b=64", 64, "_chunk_forward_scan"), ("ttt_norm:b=64", 128, "_chunk_backward_scan")],
+)
+def test_programs_that_share_a_heads_blocks(variant: str, head: int, kernel: str, newest: Compiler) -> None:
+    job = Job(variant, head, "sm_80", "bfloat16", named=kernel)
     alone, shared = newest.pool.submit(compile_kernels, job).result()
     assert (alone.error, shared.error) == ("", "")
     assert shared.kernel == f"{alone.kernel}, few heads"
