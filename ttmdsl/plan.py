@@ -45,7 +45,7 @@ from ttmdsl.join import joined
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
 from ttmdsl.rounding import adding_up, bent, perpendicular, steep
-from ttmdsl.rounds import rounds
+from ttmdsl.rounds import Round, rounds
 from ttmdsl.scans import passed_on, placed, scans_of, walking, walks_at
 from ttmdsl.schedule import BLOCK, FULL, ROWS, WIDE, Weight, weights
 from ttmdsl.staging import AGAIN, APART, DOUBT, ROOM, SEVERAL, WAITING, WALKING, alive, cost, staged
@@ -277,9 +277,8 @@ def _shared_out(p: Plan) -> Plan:
     """The same by scans whose programs may share out the blocks of a dim that all states have, where grids split none
     and a unit in heads of 128 takes much longer than a wait for one another: of the dim by which they wait least."""
 
-    def handed(k: Kernel, dim: str) -> float:
-        found = [r.sums for r in rounds(k.roots, k.given, dim) if r.sums]
-        return len(found) * WAITING + sum(FULL(n) for sums in found for n in sums)
+    def handed(found: Iterable[Round]) -> float:
+        return sum(WAITING * bool(r.sums) + sum(map(FULL, r.sums)) for r in found)
 
     def sharing(k: Kernel) -> Kernel:
         if k.kind != "scan" or k.blocked or k.inner or k.handed:
@@ -287,8 +286,9 @@ def _shared_out(p: Plan) -> Plan:
         products = sum(is_product(n) for n in k.nodes if n not in k.given)
         if alive(k, WIDE) <= 2 * ROOM and products < SEVERAL:
             return k
-        dims = [d for d in k.program.dims if all(d in end.axes for _, end in k.carried) and rounds(k.roots, k.given, d)]
-        return replace(k, shared=min(dims, key=functools.partial(handed, k), default=""))
+        dims = [d for d in k.program.dims if all(d in end.axes for _, end in k.carried)]
+        ways = {d: handed(found) for d in dims if (found := rounds(k.roots, k.given, d))}
+        return replace(k, shared=min(ways, key=ways.__getitem__, default=""))
 
     return replace(p, forward=tuple(map(sharing, p.forward)), backward=tuple(map(sharing, p.backward)))
 

@@ -28,7 +28,7 @@ def emit_rounds(
         most = max(most, printer.alive)
         if not r.sums and not r.ends:
             continue
-        totals = {n: printer.names.get(f"{printer.builder.labels.get(n) or printer.wish(n)}_total") for n in r.sums}
+        totals = _totals(printer, r)
         for n, name in totals.items():
             lines.append(f"{name} = {f'tl.zeros({shape(n.axes)}, tl.float32)' if n.axes else '0.0'}")
         beside = sum(map(printer.weight, {*totals, *_outside(printer, found[i:], dim)}))
@@ -67,7 +67,7 @@ def emit_together(
             lines += emit(r.ends)
             continue
         lines += emit(r.sums, {})
-        totals = {n: printer.names.get(f"{printer.builder.labels.get(n) or printer.wish(n)}_total") for n in r.sums}
+        totals = _totals(printer, r)
         lines += [f"{name} = {printer.text[n]}" for n, name in totals.items()]
         handing, waiting = _handing(totals, adding_up.index(r), len(adding_up))
         unknown = depends_on(takers, totals)
@@ -76,6 +76,11 @@ def emit_together(
         printer.text |= totals
         lines += [line for n in r.sums if n in then for line in then[n]()]
     return lines
+
+
+def _totals(printer: TritonPrinter, r: Round) -> dict[Node, str]:
+    """The names of what a round's sums add up to."""
+    return {n: printer.names.get(f"{printer.builder.labels.get(n) or printer.wish(n)}_total") for n in r.sums}
 
 
 def _adding(printer: TritonPrinter, node: Node, total: str) -> Callable[[], list[str]]:
