@@ -25,7 +25,7 @@ from ttmdsl.lower import Form
 from ttmdsl.options import Options
 from ttmdsl.pipeline import run
 from ttmdsl.plan import Plan, plan
-from ttmdsl.rounding import enlarged
+from ttmdsl.rounding import taken_exactly
 from ttmdsl.rounds import rounds
 from ttmdsl.scans import free_axis, walks_at
 from ttmdsl.schedule import FULL, Work, tiles_first, weights
@@ -336,7 +336,7 @@ def test_gradients_of_gates_take_products_that_are_shared_as_they_are(name: str)
         sums = [n for n in kernel.saves if is_vector(n)]  # what gradients of gates follow from
         gates = [*sums, *(v for _, v in kernel.outputs if len(v.axes) < 2)]
         nodes = [n for n in reachable(gates, kernel.given) if n not in kernel.given]
-        here = shared & enlarged(nodes, sums) & {a for n in nodes if not is_product(n) for a in n.args}
+        here = shared & taken_exactly(nodes, kernel.program, sums)
         assert here <= kernel.exact
         taken |= here
     assert taken

@@ -11,7 +11,7 @@ from test_differentiate import forms
 from ttmdsl.builder import Builder
 from ttmdsl.ir import Node, Program, is_product, reachable
 from ttmdsl.plan import plan
-from ttmdsl.rounding import CHAIN, FEW, adding_up, bent, enlarged, steep
+from ttmdsl.rounding import CHAIN, FEW, adding_up, bent, enlarged, steep, taken_exactly
 
 
 @pytest.fixture
@@ -42,6 +42,16 @@ def test_what_functions_take_of_products(b: Builder) -> None:
     other = b.contract(b.map("tanh", b.mul(product, b.const(2.0))), b.rename(w, "i", "k"), {"j"})
     assert bent(reachable([other])) == {product}  # scaled or not; and no function takes the other one
     assert not bent(reachable([b.map("exp2", product)]))
+
+
+@pytest.mark.parametrize("inner", ["j", ""])
+def test_sums_along_the_inside_of_a_memory_average_rounding_out(b: Builder, inner: str) -> None:
+    x, v = b.leaf("token", "x", ("t", "i")), b.leaf("token", "v", ("t", "i"))
+    hidden, read = (b.contract(n, b.leaf("param", f"{n.name}_in", ("i", "j")), {"i"}) for n in (x, v))
+    gate = b.cumsum(b.sum(b.mul(b.map("tanh", hidden), read), {"j"}), "t")
+    program = Program("chunk", ("i", "j"), b, {"gate": gate}, inner)
+    found = taken_exactly(program.nodes, program) & {hidden, read}
+    assert found == ({hidden} if inner else {hidden, read})  # what a function bends, and what a sum takes
 
 
 @pytest.mark.parametrize(("name", "consts"), [("titans", {"b": 64}), ("omega_net", {"b": 64})])
