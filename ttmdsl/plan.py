@@ -143,8 +143,8 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
     way, backward, choice = cheapest(name, [*ways()], weight, careful, choice)
     cuts, scans = way.cuts, [*way.scans]
     exact = way.free.exact if way.free else frozenset[Node]()
-    if dim and any(n.role == "fresh" for n in form.forward.leaves()):  # a piece amid a group may be one token
-        exact |= bent(reachable(everything)).intersection(cuts)
+    if any(n.role == "fresh" for n in form.forward.leaves()):  # a piece amid a group may be one token
+        exact |= bent(reachable(everything)).intersection((*cuts, *(n for k in scans for n in k.saves)))
     parts = _parts(name, form.forward, saved)
     first = [*([vectors] if vectors else []), *(staged(before, weight)[1] if before else [])]
     if apart:
