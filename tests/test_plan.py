@@ -19,6 +19,7 @@ from ttmdsl import ways as searching
 from ttmdsl.ahead import scaled
 from ttmdsl.builder import Builder
 from ttmdsl.ir import PAST, TOKEN_AXES, Node, Program, is_matmul, is_product, operands, original, reachable
+from ttmdsl.kernel_writer import saved_name
 from ttmdsl.kernels import Kernel
 from ttmdsl.loader import read
 from ttmdsl.lower import Form
@@ -41,7 +42,7 @@ from ttmdsl.staging import (
 )
 from ttmdsl.vector_kernels import LEAST, crosses_tokens, is_vector
 from ttmdsl.ways import split
-from ttmdsl.write_kernel import saved_name, turned
+from ttmdsl.write_kernel import turned
 
 FORMS = {
     f"{name} {consts} {kind}": (kind, form)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Axes, Program
 from ttmdsl.kernel_text import KernelText
+from ttmdsl.kernel_writer import saved_name
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
@@ -27,7 +28,7 @@ from ttmdsl.transfer import Transfer
 from ttmdsl.tuning import EVERYWHERE, NOTHING, Tables, in_step, signature, tuned_table, without_gradients
 from ttmdsl.ways import Choice
 from ttmdsl.write_alone import step_alone
-from ttmdsl.write_kernel import saved_name, write_kernel
+from ttmdsl.write_kernel import write_kernel
 from ttmdsl.write_stages import StageTexts, write_stages
 from ttmdsl.write_step import write_step
 from ttmdsl.write_walks import write_token_backward

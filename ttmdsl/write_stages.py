@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from ttmdsl.ir import Axes, Node, Program
 from ttmdsl.kernel_text import Kept, KernelText
+from ttmdsl.kernel_writer import KernelWriter
 from ttmdsl.print_triton import Rows, load_token, store_token, width
 from ttmdsl.rounds import rounds
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages
-from ttmdsl.write_kernel import KernelWriter
 from ttmdsl.write_rounds import emit_rounds
 from ttmdsl.write_walks import BASE, Source, WalkWriter
 

@@ -14,6 +14,7 @@ from functools import partial
 
 from ttmdsl.ir import Node, Program
 from ttmdsl.kernel_text import KernelText
+from ttmdsl.kernel_writer import KernelWriter, all_lines, printer_of
 from ttmdsl.lower_token import inner_dim
 from ttmdsl.print_triton import load_block
 from ttmdsl.rounds import rounds
@@ -21,7 +22,6 @@ from ttmdsl.schedule import FULL
 from ttmdsl.spec import LayerSpec
 from ttmdsl.tuning import signature
 from ttmdsl.write_alone import Alone
-from ttmdsl.write_kernel import KernelWriter, all_lines, printer_of
 from ttmdsl.write_rounds import emit_rounds
 
 _LANE = "n * H + h"

@@ -14,6 +14,7 @@ from typing import Literal
 
 from ttmdsl.ir import Axes, Node, Program
 from ttmdsl.kernel_text import Argument, KernelText, TokenKind
+from ttmdsl.kernel_writer import PREFIX, KernelWriter, printer_of
 from ttmdsl.print_triton import store_block
 from ttmdsl.replay import Replay
 from ttmdsl.rounds import rounds
@@ -21,7 +22,7 @@ from ttmdsl.schedule import FULL, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.tile_sums import handed_on
 from ttmdsl.tuning import signature
-from ttmdsl.write_kernel import PREFIX, KernelWriter, moved, printer_of
+from ttmdsl.write_kernel import moved
 from ttmdsl.write_rounds import over_blocks
 
 STEP = Argument("step_ptr", "step", "int64")  # which unit of every sequence it is, or which piece
