@@ -171,17 +171,27 @@ def compile_kernels(job: Job) -> list[Resources]:
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
     rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name not in starts[1:]]
-    shared = getattr(module, "_SHARED", {})
-    few = [k for k in kernels if k.name in shared and module._shares(k.name, sizes, 1, sizes[shared[k.name][0]]) > 1]
+    shared = [k for k in kernels if k.name in getattr(module, "_SHARED", {})]
+    few = [k for k in shared if next(_launches(job, module, k.name, sizes, "few"))[0]["SHARES"] > 1]
     rows += [_compile(job, module, kernel, sizes, "few") for kernel in few]
     return rows + [_compile(job, module, k, sizes, "step") for k in kernels if k.name in starts[-1:]]
 
 
-_CASES = {"": "", "step": ", a step", "few": ", few heads"}
+Case = Literal["", "step", "few"]
+_CASES: dict[Case, str] = {"": "", "step": ", a step", "few": ", few heads"}
 
 
-def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Literal["", "step", "few"] = "") -> Resources:
+def _launches(
+    job: Job, module: Any, name: str, sizes: dict[str, int], case: Case
+) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    """Constants and options that a kernel's launch tries in such a case, best first."""
     import torch
+
+    how = {case: True} if case else {}
+    return iter(module.kernel_launches(name, sizes, getattr(torch, job.dtype), capability(job.target), **how))
+
+
+def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case = "") -> Resources:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -189,11 +199,10 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Litera
     name, kernel, gpu = of.name, of.jit, capability(job.target)
     if hasattr(of, "ahead"):  # it says so itself
         pointers, *launch = of.ahead(job.head)
-        launches = [launch]
+        launches = iter([launch])
     else:
         pointers = module.KERNEL_POINTERS[name]
-        how = {case: True} if case else {}
-        launches = module.kernel_launches(name, sizes, getattr(torch, job.dtype), gpu, **how)
+        launches = _launches(job, module, name, sizes, case)
     lacking = dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if case == "step" else "step", ()))
     spot = Resources(job.variant, name + _CASES[case], job.target, job.head, job.dtype)
     limit = SHARED_KIB[gpu] * 1024
