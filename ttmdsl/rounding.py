@@ -58,8 +58,10 @@ def taken_exactly(nodes: Sequence[Node], program: Program, later: Iterable[Node]
     if steep(program):
         return taken
     taken &= enlarged(nodes, later)
-    curved = _leading(nodes, lambda n: n.args if n.op in BENDING | EXPONENTIAL else (), is_product)
-    return {n for n in taken if program.inner not in n.axes or n in curved}
+    summed = {n for n in taken if program.inner in n.axes}
+    if summed:
+        summed -= _leading(nodes, lambda n: n.args if n.op in BENDING | EXPONENTIAL else (), is_product)
+    return taken - summed
 
 
 def bent(nodes: Sequence[Node]) -> set[Node]:
