@@ -11,7 +11,7 @@ from test_differentiate import forms
 from ttmdsl.builder import Builder
 from ttmdsl.ir import Node, Program, is_product, reachable
 from ttmdsl.plan import plan
-from ttmdsl.rounding import CHAIN, FEW, adding_up, bent, enlarged, steep, taken_exactly
+from ttmdsl.rounding import CHAIN, FEW, UNBOUNDED, adding_up, bent, enlarged, steep, taken_exactly, unbounded
 
 
 @pytest.fixture
@@ -86,6 +86,16 @@ def test_all_but_the_last_products_of_long_chains(b: Builder, length: int) -> No
     assert not adding_up(Program("chunk", ("i", "j"), b, {"y": products[-1]}, "j"), program(b, {}))
 
 
+@pytest.mark.parametrize("other", ["k", "a"])
+def test_tokens_of_two_inputs_enlarge_rounding(b: Builder, other: str) -> None:
+    k, read = b.leaf("token", "k", ("t", "i")), b.leaf("token", other, ("t", "i"))
+    inverse = b.tri_inv(b.mask(b.contract(read, b.rename(k, "t", "s"), {"i"}), "strict"))
+    links = chain(b, b.contract(inverse, b.rename(k, "t", "s"), {"s"}), UNBOUNDED + FEW)
+    found = adding_up(program(b, {"y": links[-1]}), program(b, {}))
+    assert unbounded(program(b, {"y": links[-1]})) == (other == "a")
+    assert bool(found) == (other == "a")  # chains as short as this add up then
+
+
 def test_chains_go_on_in_the_next_unit(b: Builder) -> None:
     products = chain(b, b.leaf("carry", "S", ("t", "i")), 6)
     assert CHAIN < 12
@@ -127,6 +137,13 @@ def test_products_are_wide_where_a_state_is_divided_by_its_length(
         assert kernel.wide >= products
         assert bool(kernel.wide) == bool(products)
         assert not careful or kernel.exact.issuperset((*kernel.saves, *kernel.given))
+
+
+@pytest.mark.parametrize("name", ["dplr", "gated_delta_net"])
+def test_what_the_chain_adds_to_passes_exactly_where_tokens_enlarge_rounding(name: str) -> None:
+    found = plan("chunk", forms(name, {})["chunk"])
+    free = next(k for k in found.backward if k.kind == "map")
+    assert free.exact.issuperset(free.saves) == (name == "dplr")
 
 
 @pytest.mark.parametrize("tokens", [16, 64])

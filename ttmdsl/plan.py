@@ -44,7 +44,7 @@ from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable,
 from ttmdsl.join import joined
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
-from ttmdsl.rounding import adding_up, bent, perpendicular, steep
+from ttmdsl.rounding import adding_up, bent, perpendicular, steep, unbounded
 from ttmdsl.rounds import Round, rounds
 from ttmdsl.scans import passed_on, placed, scans_of, walking, walks_at
 from ttmdsl.schedule import BLOCK, FULL, ROWS, WIDE, Weight, weights
@@ -145,6 +145,8 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
     exact = way.free.exact if way.free else frozenset[Node]()
     if any(n.role == "fresh" for n in form.forward.leaves()):  # a piece amid a group may be one token
         exact |= bent(reachable(everything)).intersection((*cuts, *(n for k in scans for n in k.saves)))
+    if way.free and unbounded(form.forward):  # the chain adds to it, and rounds both once more
+        exact |= frozenset(way.free.saves)
     parts = _parts(name, form.forward, saved)
     first = [*([vectors] if vectors else []), *(staged(before, weight)[1] if before else [])]
     if apart:

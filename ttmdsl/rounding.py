@@ -16,6 +16,7 @@ from ttmdsl.ir import (
     has_dim,
     is_matmul,
     is_product,
+    nearest,
     operands,
     original,
     reachable,
@@ -31,6 +32,7 @@ BENDING = frozenset({"tanh", "erf", "sigmoid", "softplus"})
 # chains of 2 products lose 2.4e-3, of 5 to 8 3.1e-3 to 4.1e-3, of 10 4.1e-3, of 12 6.7e-3.
 CHAIN = 10
 FEW = 4  # what fewer products follow is little of that
+UNBOUNDED = 4  # in place of CHAIN where tokens of a unit enlarge one another's rounding
 
 
 def rounds_operands(node: Node) -> bool:
@@ -108,14 +110,31 @@ def _of_softmax(node: Node) -> bool:
     return node.op == "recip" and node.args[0].op == "sum" and node.args[0].args[0].op == "exp2"
 
 
+def unbounded(program: Program) -> bool:
+    """Whether tokens of a unit act on one another by an inverse of products of two inputs: where these are one, as in
+    the delta rule, it has a bound; else what rounding has added grows from token to token."""
+
+    def inputs(product: Node) -> set[str]:
+        return {n.name for n in reachable(product.args[:2]) if n.role == "token" and has_dim(n)}
+
+    inverses = [n for n in reachable(program.outputs.values()) if n.op == "tri_inv"]
+    products = [n for x in inverses for n in nearest(x.args[0], _multiplies, lambda n: n.op == "leaf")]
+    return any(len(inputs(n)) > 1 for n in products)
+
+
+def _multiplies(node: Node) -> bool:
+    return is_product(node) or node.op in DECAYED
+
+
 def adding_up(forward: Program, backward: Program) -> frozenset[Node]:
     """The products on long chains, from an input to a gradient, whose rounding adds up: all but each chain's last few.
 
-    A chain goes from a unit to the next once. Memories of several layers have longer ones, beside which an input passes
-    as it is (measured): not these.
+    A chain goes from a unit to the next once. Shorter ones count where tokens enlarge one another's rounding. Memories
+    of several layers have longer ones, beside which an input passes as it is (measured): not these.
     """
     if forward.inner:
         return frozenset()
+    most = UNBOUNDED if unbounded(forward) else CHAIN
     nodes = reachable([*forward.outputs.values(), *backward.outputs.values()])
     ends = {("carry", name): end for name, end in forward.ends().items()}
     ends |= {("cocarry", name): end for name, end in backward.ends().items()}
@@ -134,7 +153,7 @@ def adding_up(forward: Program, backward: Program) -> frozenset[Node]:
             follow = after.setdefault(n, 0) + (n in adds)
             for a in operands(n):
                 after[a] = max(after.get(a, 0), follow)
-    return frozenset(n for n in adds if after[n] >= FEW and before[n] + after[n] > CHAIN)
+    return frozenset(n for n in adds if after[n] >= FEW and before[n] + after[n] > most)
 
 
 def _adds(node: Node) -> bool:
