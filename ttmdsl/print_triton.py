@@ -98,9 +98,8 @@ class TritonPrinter(Printer):
         return best
 
     def stands_alone(self, node: Node) -> bool:
-        """A product with a dim is computed where the order has it; one of tokens by tokens, if once is all that it is
-        taken, there: as weights are about to scale it."""
-        return is_matmul(node) and has_dim(node)
+        """A product is computed where the order has it, and not where it is used."""
+        return is_matmul(node)
 
     def wish(self, node: Node) -> str:
         if node.op == "leaf":
