@@ -97,10 +97,6 @@ class TritonPrinter(Printer):
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))
         return best
 
-    def stands_alone(self, node: Node) -> bool:
-        """A product is computed where the order has it, and not where it is used."""
-        return is_matmul(node)
-
     def wish(self, node: Node) -> str:
         if node.op == "leaf":
             return f"d_{node.name}" if node.role in ("cot", "cocarry") else node.name

@@ -6,7 +6,6 @@ What an operation looks like beyond plain arithmetic is left to a subclass.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -16,7 +15,6 @@ from ttmdsl.ir import Axes, Node, constant, reachable
 
 INLINE_WIDTH = 46  # longer expressions get a name of their own; two of them fit on a line
 ARGUMENT_WIDTH = 24  # as one of three arguments
-_NAME = re.compile(r"\b[a-zA-Z_]\w*")
 
 # operations whose parentheses may go where they stand beside another: to the left of * and of +, to the right of +
 LEFT_OF_PRODUCT = frozenset({"const", "neg", "mul", "recip", "contract"})
@@ -139,8 +137,7 @@ class Printer(ABC):
         todo = self.order(self._missing(wanted), [n for n in wanted if n not in then])
         uses = Counter(a for n in todo for a in self.operands(n))
         passed = {a for n in todo if len(self.operands(n)) > 3 for a in self.operands(n)}  # a line holds few arguments
-        often = {n for n in todo if uses[n] > 1 or n in self.builder.labels}
-        named = {*wanted, *passed, *named, *often, *filter(self.stands_alone, todo)}
+        named = {*wanted, *passed, *named, *(n for n in todo if uses[n] > 1 or n in self.builder.labels)}
         self.joined |= self.join([n for n in todo if n.op == "add"], named)
         inside = set(self.joined.values())
         arguments = {a for n in self.joined for a in (*self.operands(n), *self.joined[n].args)}
@@ -148,8 +145,8 @@ class Printer(ABC):
         for node in todo:
             expression = self.expression(node)
             given = node.op == "size" or constant(node) is not None or expression.isidentifier()
-            most = ARGUMENT_WIDTH if node in arguments else INLINE_WIDTH
-            if given or node in inside or (node not in named and width(expression) <= most):
+            width = ARGUMENT_WIDTH if node in arguments else INLINE_WIDTH
+            if given or node in inside or (node not in named and len(expression) <= width):
                 self.text[node] = expression
             else:
                 self.text[node] = self.names.get(self.builder.labels.get(node) or self.wish(node))
@@ -158,10 +155,6 @@ class Printer(ABC):
                 lines += then[node]()
         known = [n for n in then if n not in todo]  # roots that had their text before
         return [line for n in known for line in then[n]()] + lines
-
-    def stands_alone(self, node: Node) -> bool:
-        """Whether a value is a statement by itself, however short."""
-        return False
 
     def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
         """The sums x + a b that are one operation, each with its product, if the target has it; none of the named."""
@@ -174,11 +167,6 @@ class Printer(ABC):
     def _missing(self, roots: list[Node]) -> list[Node]:
         """Nodes under the roots without text, not looking below those that have one."""
         return [n for n in reachable(roots, self.text, self.operands) if n not in self.text]
-
-
-def width(expression: str) -> int:
-    """How long an expression is, whatever its names are: what a layer calls its tensors decides nothing."""
-    return len(_NAME.sub("name", expression))
 
 
 def strip(expression: str) -> str:
