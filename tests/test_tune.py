@@ -22,7 +22,7 @@ from ttmdsl.bench.lab import GpuLab, Worker
 from ttmdsl.bench.subjects import Case
 from ttmdsl.bench.tune import Facts, Settings, Trial, Verdict, candidates, tune
 from ttmdsl.errors import LoadError
-from ttmdsl.schedule import ORDERS
+from ttmdsl.schedule import ORDERS, PLACED
 from ttmdsl.tuning import Entry, Table, read, without_gradients
 
 CASE = Case("delta_net", (8, 2048, 16, 64))
@@ -44,6 +44,7 @@ class FakeLab:
         self.kernels = {"scan": SCAN, "map": MAP, "small": replace(MAP, kernel="chunk map 0 products 3")}
         self.forms = forms or {}
         self.unordered: set[str] = set()
+        self.more_orders: list[int] = []
         self.faster: dict[tuple[str, tuple[tuple[str, int], ...]], float] = {}
         self.wrong: list[dict[str, int]] = []
         self.broken: list[dict[str, int]] = []
@@ -55,7 +56,8 @@ class FakeLab:
     def facts(self, trial: Trial) -> Facts:
         chunk = trial.forced.get("chunk", {}).get("chunk", 64)
         kernels = {name: replace(e, tiles=(chunk, *e.tiles[1:])) for name, e in self.kernels.items()}
-        return Facts(kernels, self.forms, dict.fromkeys(kernels.keys() - self.unordered, range(1, ORDERS + 1)))
+        orders = [*range(1, ORDERS + 1), *self.more_orders]
+        return Facts(kernels, self.forms, dict.fromkeys(kernels.keys() - self.unordered, orders))
 
     def check(self, trials: Sequence[Trial]) -> list[Verdict]:
         self.asked += trials
@@ -128,6 +130,29 @@ def test_the_order_of_values_is_chosen_at_the_fastest_configuration(tmp_path: Pa
     assert (map_.config, map_.us, map_.default_us) == ({**MAP.config, "order": 2}, 20, 50)
     assert {(e.kernel, e.config["order"]) for e in table.excluded} == {(SCAN.kernel, 5), (MAP.kernel, 7)}
     assert said[-2].endswith("scan: num_warps=4 num_stages=2 block=32 order=4: 40 us, by the rules 100 us")
+
+
+def test_then_where_the_fastest_order_has_its_products(tmp_path: Path) -> None:
+    fake = FakeLab()
+    config = SCAN.config
+    fake.faster = quick("scan", 60, **config, order=3) | quick("scan", 50, **config, order=3 + 2 * PLACED)
+    fake.faster |= quick("scan", 40, **config, order=4 + PLACED)  # of an order that is slower by itself
+    fake.faster |= quick("map", 40, **MAP.config, order=PLACED)  # its own
+    fake.more_orders = [3 + PLACED, 3 + 2 * PLACED, 4 + PLACED, PLACED]
+    table, said = tuned(fake, tmp_path / "sm_90.json")
+    assert [(e.config["order"], e.us, e.default_us) for e in table.kernels] == [(35, 50, 100), (16, 40, 50)]
+    assert said[-2].endswith("order=35: 50 us, by the rules 100 us")
+    tried = {trial.forced.get("scan", {}).get("order", 0) for trial in fake.timed}
+    assert {n for n in tried if n >= PLACED} == {3 + PLACED, 3 + 2 * PLACED}
+
+
+def test_an_order_that_helps_no_more_is_left(tmp_path: Path) -> None:
+    fake, path = FakeLab(), tmp_path / "sm_90.json"
+    stale = {**SCAN.config, "order": 2}
+    path.write_text(Table("sm_90", [replace(SCAN, config=stale, us=50)]).to_json())
+    fake.faster = quick("scan", 120, **stale)
+    table, _ = tuned(fake, path, known=read(path))
+    assert [(e.config, e.us) for e in table.kernels] == [(SCAN.config, 100)]
 
 
 def test_what_has_one_order_is_asked_for_no_other(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Does not know kernels or plans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import PAST, TOKEN_AXES, UNIT_AXES, Axes, Node, base_dim, constant, has_dim, is_matmul, original
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
-from ttmdsl.schedule import Loads, Weight, order_by, peak, wide_last, with_early_loads
+from ttmdsl.schedule import Loads, Products, Weight, order_by, peak, wide_last, with_early_loads
 
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",
@@ -76,6 +77,7 @@ class TritonPrinter(Printer):
         self.place: dict[Node, int] = {}  # an order that may be the best
         self.ordering = 0  # the number of the order
         self.placing = Loads.LATE  # where values are loaded that are no variables yet
+        self.products = Products.SHORT  # where products are computed
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
         self.apart: Mapping[Node, Node] = {}  # by product an operand that lays out nothing before it
         self.few = False  # whether a unit has fewer tokens than `ROWS`
@@ -96,6 +98,11 @@ class TritonPrinter(Printer):
         best = list(dict.fromkeys([*placed, *nodes]))
         self.alive = max(self.alive, peak(best, kept, self.operands, self.weight))
         return best
+
+    def most(self, node: Node) -> float:
+        if is_matmul(node) and self.products is not Products.SHORT:
+            return math.inf if self.products is Products.TAKEN else 0
+        return super().most(node)
 
     def wish(self, node: Node) -> str:
         if node.op == "leaf":

@@ -145,8 +145,8 @@ class Printer(ABC):
         for node in todo:
             expression = self.expression(node)
             given = node.op == "size" or constant(node) is not None or expression.isidentifier()
-            width = ARGUMENT_WIDTH if node in arguments else INLINE_WIDTH
-            if given or node in inside or (node not in named and len(expression) <= width):
+            most = ARGUMENT_WIDTH if node in arguments else self.most(node)
+            if given or node in inside or (node not in named and len(expression) <= most):
                 self.text[node] = expression
             else:
                 self.text[node] = self.names.get(self.builder.labels.get(node) or self.wish(node))
@@ -155,6 +155,10 @@ class Printer(ABC):
                 lines += then[node]()
         known = [n for n in then if n not in todo]  # roots that had their text before
         return [line for n in known for line in then[n]()] + lines
+
+    def most(self, node: Node) -> float:
+        """The length up to which a value's expression stands where it is taken, if that is once."""
+        return INLINE_WIDTH
 
     def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
         """The sums x + a b that are one operation, each with its product, if the target has it; none of the named."""

@@ -26,6 +26,7 @@ WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
 ORDERS = 7  # ways to order values, whatever the peak: numbers from 1 on
 ELSEWHERE = 8  # added to a number where loads are elsewhere
+PLACED = 16  # added once or twice to a number where products are computed elsewhere
 EARLY, RISE = 2, 0.5  # products before which a tile may be loaded; tiles by which that may raise the peak (measured)
 
 
@@ -43,12 +44,26 @@ class Loads(Enum):
     @classmethod
     def of(cls, number: int, scan: bool) -> Loads:
         """What the number of an order says."""
-        elsewhere, order = divmod(number, ELSEWHERE)
+        elsewhere, order = divmod(number % PLACED, ELSEWHERE)
         if scan:
             return cls.LATE if elsewhere else cls.AHEAD
         if order:
             return cls.EARLY if elsewhere else cls.LATE
         return cls.CROWDED if elsewhere else cls.FITTING
+
+
+class Products(Enum):
+    """Where a kernel computes a product that is taken once: there, if that makes no long line, or in any case, or where
+    the order has it. There it may accumulate onto what it is added to, but waits for that."""
+
+    SHORT = "short"
+    TAKEN = "taken"
+    ORDERED = "ordered"
+
+    @classmethod
+    def of(cls, number: int) -> Products:
+        """What the number of an order says."""
+        return tuple(cls)[number // PLACED]
 
 
 ROWS = 64  # of a product that four warps compute

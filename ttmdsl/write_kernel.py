@@ -16,7 +16,7 @@ from ttmdsl.kernel_text import Argument, KernelText
 from ttmdsl.kernel_writer import PREFIX, KernelWriter, printer_of
 from ttmdsl.kernels import Kernel
 from ttmdsl.printer import Names
-from ttmdsl.schedule import FULL, ROWS, Loads, Weight, drawn_out, weights
+from ttmdsl.schedule import FULL, ROWS, Loads, Products, Weight, drawn_out, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.tuning import NOTHING, Tables, signature
@@ -68,7 +68,8 @@ def write_kernel(
         )
         text.signature = _signature(kernel, text.way, rounded)
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
-        printer.ordering, printer.placing = number, Loads.of(number, kernel.kind == "scan")
+        printer.ordering, printer.products = number, Products.of(number)
+        printer.placing = Loads.of(number, kernel.kind == "scan")
         printer.turned, printer.few, printer.apart = transposed, few, apart
         writer = KernelWriter(spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone)
         if kernel.kind == "scan":
@@ -82,7 +83,8 @@ def write_kernel(
     for number in tables.orders(text.signature):
         other = write(whole, number, text.arguments)
         assert replace(other, body=text.body, alive=text.alive) == replace(text, others={}), kernel.name
-        if other.body != text.body:
+        again = tables.all_orders and other.body in text.others.values()  # there is nothing more to measure
+        if other.body != text.body and not again:
             text.others[number] = other.body
     if kernel.shared:
         other = write(kernel, 0, text.arguments)

@@ -22,7 +22,10 @@ from typing import Protocol
 from ttmdsl.bench.subjects import Case
 from ttmdsl.cache import write_atomically
 from ttmdsl.errors import LoadError
+from ttmdsl.schedule import PLACED, Products
 from ttmdsl.tuning import Entry, Table, read
+
+ALL = len(Products) * PLACED  # the numbers of orders
 
 Config = Mapping[str, int]
 # microseconds of each kernel in a forward and backward pass, and of those that have entries of their own without
@@ -208,28 +211,42 @@ def _orders(
     lab: Lab,
     late: Callable[[], bool],
 ) -> Generator[tuple[str, Table], None, Trial]:
-    """What was found out about the orders in which kernels may compute their values, launched as they are; returns the
-    trial with all of them as they are fastest."""
-    configs = {
-        name: _others(chosen[0], [{**chosen[0].config, "order": n} for n in orders[name]])
-        for name, chosen in found.items()
-        if name in orders
-    }
-    best: dict[str, Config] = {}
+    """What was found out about the orders in which kernels may compute their values, launched as they are, and then
+    about where each order has its products; returns the trial with all of them as they are fastest."""
+    best = {name: chosen[0] for name, chosen in found.items() if name in orders}
     parts: dict[str, Table] = {}
-    for measured in _measured(tuned, configs, lab, late):
-        for name, times in measured.items():
-            first, *others = found[name]
-            (fastest, *_), excluded = _best(first, first.us, configs[name], times, settings)
-            best[name] = fastest.config
-            if fastest.config != first.config or excluded:
-                kept = [replace(fastest, default_us=first.default_us), *others]
-                parts[name] = Table(target, kernels=kept, excluded=excluded)
-                yield "", parts[name]
+
+    def tried(numbers: Mapping[str, Iterable[int]]) -> Iterator[tuple[str, Table]]:
+        configs = {name: _others(best[name], _in_orders(best[name].config, numbers[name])) for name in best}
+        before = dict(best)
+        for measured in _measured(trial(), configs, lab, late):
+            for name, times in measured.items():
+                first, *others = found[name]
+                (fastest, *_), excluded = _best(before[name], before[name].us, configs[name], times, settings)
+                best[name] = replace(fastest, default_us=first.default_us)
+                if best[name].config != first.config or excluded:
+                    known = parts[name].excluded if name in parts else []
+                    unknown = [e for e in excluded if e not in known]
+                    parts[name] = Table(target, kernels=[best[name], *others], excluded=[*known, *unknown])
+                    yield "", parts[name]
+
+    def trial() -> Trial:
+        return Trial(tuned.case, {**tuned.forced, **{name: entry.config for name, entry in best.items()}})
+
+    yield from tried({name: [0, *(n for n in orders[name] if n < PLACED)] for name in best})
+    if not late():
+        places = {name: range(e.config.get("order", 0) % PLACED, ALL, PLACED) for name, e in best.items()}
+        yield from tried({name: {0, *orders[name]}.intersection(places[name]) for name in best})
     yield from _said(parts)
     if late():
         raise RuntimeError("no time left")
-    return Trial(tuned.case, {**tuned.forced, **best})
+    return trial()
+
+
+def _in_orders(config: Config, numbers: Iterable[int]) -> list[Config]:
+    """The configuration with each of these orders; 0 is a kernel's own."""
+    own = {key: value for key, value in config.items() if key != "order"}
+    return [own | ({"order": n} if n else {}) for n in sorted(numbers)]
 
 
 def _said(parts: Mapping[str, Table]) -> Iterator[tuple[str, Table]]:
