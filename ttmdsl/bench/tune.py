@@ -22,10 +22,8 @@ from typing import Protocol
 from ttmdsl.bench.subjects import Case
 from ttmdsl.cache import write_atomically
 from ttmdsl.errors import LoadError
-from ttmdsl.schedule import PLACED, Products
+from ttmdsl.schedule import PLACED
 from ttmdsl.tuning import Entry, Table, read
-
-ALL = len(Products) * PLACED  # the numbers of orders
 
 Config = Mapping[str, int]
 # microseconds of each kernel in a forward and backward pass, and of those that have entries of their own without
@@ -212,7 +210,7 @@ def _orders(
     late: Callable[[], bool],
 ) -> Generator[tuple[str, Table], None, Trial]:
     """What was found out about the orders in which kernels may compute their values, launched as they are, and then
-    about where each order has its products; returns the trial with all of them as they are fastest."""
+    about where the fastest, and their own, have products; returns the trial with all of them as they are fastest."""
     best = {name: chosen[0] for name, chosen in found.items() if name in orders}
     parts: dict[str, Table] = {}
 
@@ -235,8 +233,8 @@ def _orders(
 
     yield from tried({name: [0, *(n for n in orders[name] if n < PLACED)] for name in best})
     if not late():
-        places = {name: range(e.config.get("order", 0) % PLACED, ALL, PLACED) for name, e in best.items()}
-        yield from tried({name: {0, *orders[name]}.intersection(places[name]) for name in best})
+        now = {name: (0, entry.config.get("order", 0) % PLACED) for name, entry in best.items()}
+        yield from tried({name: [n for n in orders[name] if n >= PLACED and n % PLACED in now[name]] for name in best})
     yield from _said(parts)
     if late():
         raise RuntimeError("no time left")
