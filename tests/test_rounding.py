@@ -158,6 +158,18 @@ def test_products_are_wide_where_their_rounding_adds_up(tokens: int) -> None:
     assert not any(k.wide for k in plan("chunk", forms("ttt_linear", {"b": 4})["chunk"]).kernels())
 
 
+def test_what_several_kernels_find_passes_in_one_way() -> None:
+    """A tile that rounds in one kernel and not in another leaves the difference in sums of what both find."""
+    found = plan("chunk", forms("trellis", {"b": 64})["chunk"])
+    saves = [(k, n) for k in found.kernels() for n in k.saves if len(n.axes) > 1]
+    twice = {n for _, n in saves if sum(n is m for _, m in saves) > 1}
+    assert twice
+    for n in twice:
+        takers = {a for k in found.kernels() for a in k.nodes if n in k.given and n in a.args}
+        assert any(not is_product(a) for a in takers)
+        assert all(n in k.exact for k in found.kernels() if n in (*k.saves, *k.given))
+
+
 def lost_at_unit_keys() -> dict[str, float]:
     """What y and gradients lose in half precision at keys of unit length, by way of a long chain; in the other process.
 

@@ -40,7 +40,7 @@ from ttmdsl.affine import affine
 from ttmdsl.ahead import needs_dear, prologue, weighs, weights_alone, worth_saving
 from ttmdsl.associate import associated, shortened
 from ttmdsl.gather import gathered
-from ttmdsl.ir import Node, Program, is_matmul, is_product, original, reachable, tied
+from ttmdsl.ir import Node, Program, is_matmul, is_product, operands, original, reachable, tied
 from ttmdsl.join import joined
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
@@ -155,7 +155,8 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
         scans += staged(read, weight)[1] if dim else [read]
         exact |= frozenset(read.saves)
     found = Plan(name, (*first, *scans), tuple(_gathered(backward, weight)), choice, parts)
-    found = _exactly(found, exact.union(n for k in found.kernels() if k.kind == "scan" for n in k.exact))
+    exact = exact.union(_mixed(found), *(k.exact for k in found.kernels() if k.kind == "scan"))
+    found = _exactly(found, exact)
     found = _widely(_careful(found) if careful else found)
     found = _always(_with_gates_ahead(found, tokens))
     if dim:
@@ -224,6 +225,14 @@ def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None
         kernels.append((t, placed(kernel, saved)))
     carry = Kernel(f"_{name}_carry_kernel", "scan", program, carried=tuple(program.ends().items()))
     return Parts(placed(carry, saved), tuple(kernels))
+
+
+def _mixed(p: Plan) -> frozenset[Node]:
+    """What some kernels pass on in float32, and others in the inputs' dtype to such as round it no further: products
+    would anyway. As both find the same, what one loses the other does not, and sums of both keep the difference."""
+    exactly = {n for k in p.kernels() for n in k.exact.intersection(k.saves)}
+    takes = ((k, n) for k in p.kernels() for n in k.nodes if n not in k.given and not is_product(n))
+    return frozenset(a for k, n in takes for a in operands(n) if a in exactly and a in k.given and a not in k.exact)
 
 
 def _careful(p: Plan) -> Plan:
