@@ -19,23 +19,10 @@ from ttmdsl.builder import Builder
 from ttmdsl.ir import TOKEN_AXES, Node, is_matmul, reachable
 from ttmdsl.lower import Lowered
 from ttmdsl.options import SHIPPED, Options
+from ttmdsl.orders import ELSEWHERE, ORDERS, PLACED, Loads, Products
 from ttmdsl.pipeline import run
 from ttmdsl.printer import strip
-from ttmdsl.schedule import (
-    ELSEWHERE,
-    ORDERS,
-    PLACED,
-    RISE,
-    WAY,
-    Loads,
-    Products,
-    drawn_out,
-    order_by,
-    peak,
-    wide_last,
-    with_early_loads,
-    with_loads,
-)
+from ttmdsl.schedule import RISE, WAY, drawn_out, order_by, peak, wide_last, with_early_loads, with_loads
 from ttmdsl.tuning import CONFIG, Entry, Table, Tables, without_gradients
 from ttmdsl.write_kernel import _when_used
 
@@ -242,11 +229,15 @@ def test_every_order_gives_the_same(layer: str, interpreter: ProcessPoolExecutor
     assert found == {order: [] for order in orders}
 
 
+def by_order(layer: str, kernel: str) -> dict[int, str]:
+    """A kernel's text in each of its orders but its own."""
+    text = source(layer, Tables(all_orders=True)).split(f"def {kernel}(")[1].split("@_Kernel")[0]
+    ways = re.findall(r"^( *)\w+ ORDER == (\d+):\n((?:\1    .*\n)+)", text, re.MULTILINE)
+    return {int(number): textwrap.dedent(body) for _, number, body in ways}
+
+
 def test_late_loads_are_those_of_the_same_order_where_they_are_used() -> None:
-    every = source("titans_linear", Tables(all_orders=True))
-    scan = every.split("def _chunk_backward_scan_kernel(")[1].split("@_Kernel")[0]
-    ways = re.findall(r"^ {8}\w+ ORDER == (\d+):\n((?: {12}.*\n)+)", scan, re.MULTILINE)
-    bodies = {int(number): textwrap.dedent(body) for number, body in ways}
+    bodies = by_order("titans_linear", "_chunk_backward_scan_kernel")
     late = {n: body.splitlines() for n, body in bodies.items() if ELSEWHERE < n < PLACED and n - ELSEWHERE in bodies}
     assert late
     for n, found in late.items():
@@ -260,10 +251,7 @@ def test_late_loads_are_those_of_the_same_order_where_they_are_used() -> None:
 
 
 def test_maps_load_tiles_some_products_before_they_use_them() -> None:
-    every = source("titans_linear", Tables(all_orders=True))
-    body = every.split("def _chunk_backward_1_kernel(")[1].split("@_Kernel")[0]
-    ways = re.findall(r"^ {4}\w+ ORDER == (\d+):\n((?: {8}.*\n)+)", body, re.MULTILINE)
-    bodies = {int(number): textwrap.dedent(lines).splitlines() for number, lines in ways}
+    bodies = {n: body.splitlines() for n, body in by_order("titans_linear", "_chunk_backward_1_kernel").items()}
     moved = [(lines, bodies[n - ELSEWHERE]) for n, lines in bodies.items() if n < PLACED and n - ELSEWHERE in bodies]
     assert moved
 
@@ -343,10 +331,7 @@ def test_numbers_say_where_loads_are() -> None:
 
 
 def test_numbers_say_where_products_are() -> None:
-    every = source("gated_delta_net", Tables(all_orders=True))
-    body = every.split("def _chunk_backward_1_kernel(")[1].split("@_Kernel")[0]
-    ways = re.findall(r"^ {4}\w+ ORDER == (\d+):\n((?: {8}.*\n)+)", body, re.MULTILINE)
-    bodies = {int(number): lines for number, lines in ways}
+    bodies = by_order("gated_delta_net", "_chunk_backward_1_kernel")
     assert len(set(bodies.values())) == len(bodies)  # no text twice
     products = {n: text.count("_tile_dot(") + text.count("_wide_dot(") for n, text in bodies.items()}
     alone = {n: sum(map(is_a_product, text.splitlines())) for n, text in bodies.items()}

@@ -22,7 +22,7 @@ from ttmdsl.bench.lab import GpuLab, Worker
 from ttmdsl.bench.subjects import Case
 from ttmdsl.bench.tune import Facts, Settings, Trial, Verdict, candidates, tune
 from ttmdsl.errors import LoadError
-from ttmdsl.schedule import ORDERS, PLACED
+from ttmdsl.orders import ORDERS, PLACED
 from ttmdsl.tuning import Entry, Table, read, without_gradients
 
 CASE = Case("delta_net", (8, 2048, 16, 64))

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
 from ttmdsl.ir import PAST, TOKEN_AXES, UNIT_AXES, Axes, Node, base_dim, constant, has_dim, is_matmul, original
+from ttmdsl.orders import Loads, Products
 from ttmdsl.padding import PaddingAnalysis, singular
 from ttmdsl.printer import Names, Printer, strip
-from ttmdsl.schedule import Loads, Products, Weight, order_by, peak, wide_last, with_early_loads
+from ttmdsl.schedule import Weight, order_by, peak, wide_last, with_early_loads
 
 CALLS = {
     "exp2": "tl.exp2", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs", "sigmoid": "tl.sigmoid",

@@ -13,9 +13,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
-from enum import Enum
 
 from ttmdsl.ir import DECAYED, ELEMENTWISE, PAST, TOKEN_AXES, UNIT_AXES, Node, has_dim, is_matmul, reachable
+from ttmdsl.orders import ELSEWHERE, ORDERS, Loads
 
 Operands = Callable[[Node], tuple[Node, ...]]
 Weight = Callable[[Node], float]
@@ -23,48 +23,7 @@ Weight = Callable[[Node], float]
 # tiles that an operation needs beside its operands and its result, as ahead-of-time compilation shows them
 WORKING = {**dict.fromkeys(DECAYED, 3.5), "tri_inv": 2.0, "cumsum": 4.0}
 
-
-ORDERS = 7  # ways to order values, whatever the peak: numbers from 1 on
-ELSEWHERE = 8  # added to a number where loads are elsewhere
-PLACED = 16  # added once or twice to a number where products are computed elsewhere
 EARLY, RISE = 2, 0.5  # products before which a tile may be loaded; tiles by which that may raise the peak (measured)
-
-
-class Loads(Enum):
-    """Where a kernel loads its tiles: a scan ahead of all else, or each where it is first used; a map there, or some
-    products earlier, so that several are waited for at once: always, or where it takes little room, or just where it
-    takes more."""
-
-    AHEAD = "ahead"
-    LATE = "late"
-    EARLY = "early"
-    FITTING = "fitting"
-    CROWDED = "crowded"
-
-    @classmethod
-    def of(cls, number: int, scan: bool) -> Loads:
-        """What the number of an order says."""
-        elsewhere, order = divmod(number % PLACED, ELSEWHERE)
-        if scan:
-            return cls.LATE if elsewhere else cls.AHEAD
-        if order:
-            return cls.EARLY if elsewhere else cls.LATE
-        return cls.CROWDED if elsewhere else cls.FITTING
-
-
-class Products(Enum):
-    """Where a kernel computes a product that is taken once: there, if that makes no long line, or in any case, or where
-    the order has it. There it may accumulate onto what it is added to, but waits for that."""
-
-    SHORT = "short"
-    TAKEN = "taken"
-    ORDERED = "ordered"
-
-    @classmethod
-    def of(cls, number: int) -> Products:
-        """What the number of an order says."""
-        return tuple(cls)[number // PLACED]
-
 
 ROWS = 64  # of a product that four warps compute
 WAY = 20  # tiles found one of the other that are worth a trip through shared memory (measured)

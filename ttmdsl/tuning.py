@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ttmdsl.errors import LoadError
+from ttmdsl.orders import ALL
 
 if TYPE_CHECKING:
     from ttmdsl.ir import Node
@@ -36,7 +37,7 @@ CONFIG = {
     "maxnreg": (64, 80, 96, 128, 168, 255),  # most registers of a thread: 168 let three blocks of four warps be at once
     "block": (16, 32, 64, 128, 256),  # the width of the blocks that a scan's grid splits a free dim into
     "chunk": (16, 32, 64, 128),  # tokens of a unit
-    "order": tuple(range(1, 48)),  # in which a kernel computes and loads its values, by schedule.py's numbers
+    "order": tuple(ALL[1:]),  # in which a kernel computes and loads its values, by its number (orders.py)
     "dims_first": (1,),  # products of 64 tokens by more dims are found as their transposes, which eight warps share
     "shares": tuple(range(2, 17)),  # among so many programs a head's blocks are shared out, where it was measured
     "copied": (0,),  # of a scan's tensors those alone are copied to shared memory ahead that products take, not all

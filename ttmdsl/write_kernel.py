@@ -15,8 +15,9 @@ from ttmdsl.ir import Node, is_large, is_matmul
 from ttmdsl.kernel_text import Argument, KernelText
 from ttmdsl.kernel_writer import PREFIX, KernelWriter, printer_of
 from ttmdsl.kernels import Kernel
+from ttmdsl.orders import Loads, Products
 from ttmdsl.printer import Names
-from ttmdsl.schedule import FULL, ROWS, Loads, Products, Weight, drawn_out, weights
+from ttmdsl.schedule import FULL, ROWS, Weight, drawn_out, weights
 from ttmdsl.spec import LayerSpec
 from ttmdsl.staging import ordered
 from ttmdsl.tuning import NOTHING, Tables, signature

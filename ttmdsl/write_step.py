@@ -25,7 +25,7 @@ from ttmdsl.write_alone import Alone
 from ttmdsl.write_rounds import emit_rounds
 
 _LANE = "n * H + h"
-_DEPTH_FIRST = 4  # of the orders in schedule.py the one that takes fewest registers where windows have many tokens
+_DEPTH_FIRST = 4  # of the orders (orders.py) the one that takes fewest registers where windows have many tokens
 
 
 def write_step(spec: LayerSpec, program: Program, alone: Alone | None) -> KernelText | None:

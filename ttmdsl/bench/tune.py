@@ -22,7 +22,7 @@ from typing import Protocol
 from ttmdsl.bench.subjects import Case
 from ttmdsl.cache import write_atomically
 from ttmdsl.errors import LoadError
-from ttmdsl.schedule import PLACED
+from ttmdsl.orders import PLACED
 from ttmdsl.tuning import Entry, Table, read
 
 Config = Mapping[str, int]
@@ -223,9 +223,7 @@ def _orders(
                 (fastest, *_), excluded = _best(before[name], before[name].us, configs[name], times, settings)
                 best[name] = replace(fastest, default_us=first.default_us)
                 if best[name].config != first.config or excluded:
-                    known = parts[name].excluded if name in parts else []
-                    unknown = [e for e in excluded if e not in known]
-                    parts[name] = Table(target, kernels=[best[name], *others], excluded=[*known, *unknown])
+                    parts[name] = Table(target, kernels=[best[name], *others], excluded=excluded)
                     yield "", parts[name]
 
     def trial() -> Trial:
