@@ -192,6 +192,7 @@ def _launches(
 
 
 def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case = "") -> Resources:
+    import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -199,10 +200,11 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     name, kernel, gpu = of.name, of.jit, capability(job.target)
     if hasattr(of, "ahead"):  # it says so itself
         pointers, *launch = of.ahead(job.head)
-        launches = iter([launch])
+        launches, passed = iter([launch]), job.dtype
     else:
         pointers = module.KERNEL_POINTERS[name]
         launches = _launches(job, module, name, sizes, case)
+        passed = str(module._computing(sizes, name.split("_")[1], getattr(torch, job.dtype))).removeprefix("torch.")
     lacking = dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if case == "step" else "step", ()))
     spot = Resources(job.variant, name + _CASES[case], job.target, job.head, job.dtype)
     limit = SHARED_KIB[gpu] * 1024
@@ -211,7 +213,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
         spot = replace(spot, warps=options["num_warps"])
         constants = {k: v for k, v in {**given, **lacking}.items() if k in kernel.arg_names}
         signature = {
-            argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype)
+            argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype, passed)
             for argument in kernel.arg_names
         }
         # as a launch with torch's tensors would find: their addresses are multiples of 16
@@ -238,10 +240,15 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     )
 
 
-def _pointer(held: str | None, dtype: str) -> str:
-    """An argument's type in a kernel's signature: by what the module says it holds, else a tensor of the schedule."""
+def _pointer(held: str | None, dtype: str, passed: str) -> str:
+    """An argument's type in a kernel's signature: by what the module says it holds, else a tensor of the schedule. For
+    inputs of a `dtype`, and values `passed` on in another."""
     known = {"float64": "*fp64", "int64": "*i64", "int32": "*i32", "count": "i32", "number": "fp32"}
-    known |= {"input": POINTERS[dtype], "half": POINTERS["float32" if dtype == "float32" else "float16"]}
+    known |= {
+        "input": POINTERS[dtype],
+        "passed": POINTERS[passed],
+        "half": POINTERS["float32" if dtype == "float32" else "float16"],
+    }
     return known.get(held or "int64", POINTERS["float32"])
 
 

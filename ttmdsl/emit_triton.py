@@ -45,8 +45,8 @@ def token_kernel(program: Program) -> Kernel:
 
 @dataclass(frozen=True)
 class FormTexts:
-    """The kernels of one form as text, and which states they keep at every unit's start, as "input" (in the inputs'
-    dtype) or "float32".
+    """The kernels of one form as text, and which states they keep at every unit's start, as "passed" (in the dtype
+    that products take) or "float32".
 
     `saved` and `saved_late` name the values saved by forward and by backward kernels, with the axes of their tiles;
     `across` those that later forward kernels take, and so are stored where no backward pass may follow, too.
@@ -177,7 +177,7 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTe
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}
-        return {name: "input" if name in short else "float32" for k in kernels for name in k.keeps}
+        return {name: "passed" if name in short else "float32" for k in kernels for name in k.keeps}
 
     return FormTexts(
         p.name,

@@ -166,11 +166,11 @@ class KernelWriter:
     def state(self, kind: str, leaf: Node) -> str:
         """The pointer to the array of states at the starts, the units or the ends."""
         prefix = PREFIX[leaf.role]
-        dtype = "input" if self.short(kind, leaf) else "float32"
+        dtype = "passed" if self.short(kind, leaf) else "float32"
         return self.text.pointer(f"{prefix}{leaf.name}_{kind}", f'{prefix}{kind}["{leaf.name}"]', dtype)
 
     def short(self, kind: str, leaf: Node) -> bool:
-        """Whether an array of states is in the inputs' dtype."""
+        """Whether an array of states is in the dtype that products take."""
         return kind == "units" and leaf in self.rounded
 
     def load_state(self, kind: str, leaf: Node, base: str, when: str = "") -> str:
@@ -207,7 +207,7 @@ class KernelWriter:
     def saved(self, node: Node, kernel: Kernel) -> str:
         """The pointer to where a value is saved."""
         name = saved_name(self.printer.builder, node, kernel.exact)
-        dtype = "input" if is_short(node, kernel) else "float32"
+        dtype = "passed" if is_short(node, kernel) else "float32"
         return self.text.pointer(f"{name}_saved", f'saved["{name}"]', dtype)
 
     def given(self, kernel: Kernel) -> list[str]:
