@@ -177,6 +177,18 @@ def test_orders_alone_are_those_of_kernels_as_tables_have_them(tmp_path: Path) -
     assert tried == {None, *range(1, ORDERS + 1)}
 
 
+def test_what_tables_lack_is_measured_beside_what_they_have(tmp_path: Path) -> None:
+    fake, path = FakeLab(), tmp_path / "sm_90.json"
+    known = Table("sm_90", [replace(SCAN, config={"num_warps": 4, "num_stages": 2, "block": 32}, us=100)])
+    path.write_text(known.to_json())
+    fake.faster = quick("scan", 10, num_warps=8) | quick("map", 20, num_warps=8, num_stages=1)
+    table, said = tuned(fake, path, known=known, missing=True)
+    assert [(e.kernel, e.us) for e in table.kernels] == [(SCAN.kernel, 100), (MAP.kernel, 20)]
+    assert len(said) == 1
+    assert {tuple(trial.forced["scan"].items()) for trial in fake.timed} == {tuple(known.kernels[0].config.items())}
+    assert tuned(fake, path, known=table, missing=True) == (table, [])  # all there is
+
+
 def test_orders_alone_of_what_finds_no_room_are_by_the_rules(tmp_path: Path) -> None:
     fake, path = FakeLab(), tmp_path / "sm_90.json"
     wide = {"num_warps": 8, "num_stages": 4, "block": 64}

@@ -280,8 +280,11 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--budget", type=float, default=540, metavar="SECONDS", help="no new candidate after (default 540)"
     )
+    some = tune.add_mutually_exclusive_group()
     told = "the orders in which kernels compute their values alone, launched as tables have them"
-    tune.add_argument("--orders", action="store_true", help=told)
+    some.add_argument("--orders", action="store_true", help=told)
+    told = "those kernels alone that tables have nothing of at this shape, beside the others as they have them"
+    some.add_argument("--missing", action="store_true", help=told)
     jobs = max(2, min(12, os.cpu_count() or 4))  # Triton compiles on one core a process, or little more
     told = f"processes that compile and check (default {jobs} here: the cores, 12 at most)"
     tune.add_argument("--jobs", type=int, default=jobs, metavar="N", help=told)

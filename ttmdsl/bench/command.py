@@ -101,7 +101,8 @@ def tune_command(arguments: argparse.Namespace) -> int:
     path = arguments.output or folders[-1] / f"{target}.json"
     chosen = [replace(case, backend="triton") for case in cases(arguments, "cuda")]
     with GpuLab(arguments.jobs) as lab:
-        settings = Settings(arguments.budget, known=_known(target, folders, path) if arguments.orders else None)
+        known = _known(target, folders, path) if arguments.orders or arguments.missing else None
+        settings = Settings(arguments.budget, known=known, missing=arguments.missing)
         found = tune(chosen, target, path, settings, lab, lambda text: print(text, flush=True))
     print(f"{path}: {len(found.kernels)} kernels, {len(found.chunks)} forms, {len(found.excluded)} excluded")
     return 0

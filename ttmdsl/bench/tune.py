@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -35,12 +35,14 @@ Times = Mapping[str, float]
 class Settings:
     """`budget`: seconds after which nothing new is begun. `margin`: what a configuration must gain over the rules' own.
     `negligible`: the share of a pass below which a kernel stays with the rules. `known`: a table of launches, to which
-    orders of values alone are added; kernels that it does not have are launched by the rules."""
+    orders of values alone are added, or, if it is to be filled (`missing`), kernels that it does not have here; till
+    then these are launched by the rules."""
 
     budget: float = 540.0
     margin: float = 0.02
     negligible: float = 0.02
     known: Table | None = None
+    missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,11 @@ def _tuned(
     if settings.known:
         facts = lab.facts(plain)
         tuned, found = _launched(plain, facts, settings.known, settings, lab)
+        if settings.missing:
+            there = {entry.place for entry in settings.known.kernels}
+            names = {name for name, own in facts.kernels.items() if own.place not in there}
+            yield from _kernels(tuned, target, settings, lab, late, names)
+            return
         yield from _orders(tuned, found, facts.orders, target, settings, lab, late)
         return
     tuned = yield from _kernels(plain, target, settings, lab, late)
@@ -153,12 +160,19 @@ def _tuned(
 
 
 def _kernels(
-    plain: Trial, target: str, settings: Settings, lab: Lab, late: Callable[[], bool]
+    plain: Trial,
+    target: str,
+    settings: Settings,
+    lab: Lab,
+    late: Callable[[], bool],
+    only: Container[str] | None = None,
 ) -> Generator[tuple[str, Table], None, Trial]:
-    """What was found out about each kernel of a trial, the longest first, and then about the orders in which it may
-    compute its values; returns the trial with all of them as they are fastest."""
+    """What was found out about each kernel of a trial, or about some `only`, the longest first, and then about the
+    orders in which it may compute its values; returns the trial with all of them as they are fastest."""
     base, facts = lab.times(plain), lab.facts(plain)
-    long = _long(base, facts, settings)
+    long = [name for name in _long(base, facts, settings) if only is None or name in only]
+    if not long:
+        return plain
     configs = {name: _others(facts.kernels[name], candidates(facts.kernels[name])) for name in long}
     found: dict[str, list[Entry]] = {}
     parts: dict[str, Table] = {}
