@@ -192,7 +192,6 @@ def _launches(
 
 
 def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case = "") -> Resources:
-    import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -204,7 +203,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     else:
         pointers = module.KERNEL_POINTERS[name]
         launches = _launches(job, module, name, sizes, case)
-        passed = str(module._computing(sizes, name.split("_")[1], getattr(torch, job.dtype))).removeprefix("torch.")
+        passed = _passed(job, module, name, sizes) if "passed" in pointers.values() else job.dtype
     lacking = dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if case == "step" else "step", ()))
     spot = Resources(job.variant, name + _CASES[case], job.target, job.head, job.dtype)
     limit = SHARED_KIB[gpu] * 1024
@@ -238,6 +237,13 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
         seconds=round(time.perf_counter() - began, 2),
         error=f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else "",
     )
+
+
+def _passed(job: Job, module: Any, name: str, sizes: dict[str, int]) -> str:
+    """The dtype in which kernels of this one's form pass values to one another."""
+    import torch
+
+    return str(module._computing(sizes, name.split("_")[1], getattr(torch, job.dtype))).removeprefix("torch.")
 
 
 def _pointer(held: str | None, dtype: str, passed: str) -> str:
