@@ -271,7 +271,8 @@ def facts(trial: Trial) -> Facts:
                 kernels[name] = entry(name, signature, config)
         for name, signature in module.FORM_SIGNATURES.items():
             if name in places:
-                length, _, _ = module._lengths(name, sizes, case.torch_dtype, places[name][2], gpu)
+                dtype = module._computing(sizes, name, case.torch_dtype)
+                length, _, _ = module._lengths(name, sizes, dtype, places[name][2], gpu)
                 forms[name] = entry(name, signature, {"chunk": length})
         orders = getattr(module, "_ORDERED", {})
         return Facts(kernels, forms, {k: way for name, way in orders.items() for k in (name, without_gradients(name))})
