@@ -34,6 +34,16 @@ GROUPED = [layer for layer in ttmdsl.layers() if group(layer) > 1]
 # what bfloat16 costs a gradient that is the difference of sums over all tokens, at this draw (benchmarks/NOTES.md)
 KNOWN = {("titans", "grad log_alpha"): 8e-3}
 
+# of a layer so many tokens alone with gradients, at a draw
+FEW = [
+    ("retnet", 2, 0),
+    ("gated_delta_net", 9, 2),
+    ("delta_product", 2, 0),
+    ("swla", 2, 0),
+    ("omega_net", 2, 2),
+    ("dla", 9, 1),
+]
+
 
 def misses(
     layer: str, consts: dict[str, float], dtype: str, shapes: tuple[dict[str, Any], ...], seed: int = 0
@@ -97,6 +107,40 @@ def test_small_heads_in_bfloat16(layer: str, seed: int, interpreter: ProcessPool
     """Draws of which half precision loses more: gradients of decays, that 6e-3 to 9e-3 of them are rounding in."""
     shapes: tuple[dict[str, Any], ...] = ({"label": "T=33", "tokens": 33, "heads": 2, "dims": (8,)},)
     assert interpreter.submit(misses, layer, {}, "bfloat16", shapes, seed).result() == []
+
+
+@pytest.mark.parametrize(("layer", "tokens", "seed"), FEW)
+def test_few_tokens_in_bfloat16(layer: str, tokens: int, seed: int, interpreter: ProcessPoolExecutor) -> None:
+    """Draws of which units lose more: of gradients of gates, that 5e-3 to 5e-2 of them are rounding in."""
+    shapes = ({"label": f"T={tokens}", "tokens": tokens, "heads": 2, "dims": (60,)},)
+    assert interpreter.submit(misses, layer, {}, "bfloat16", shapes, seed).result() == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "alone"),
+    [
+        ({"tokens": 16}, "bfloat16", True),
+        ({"tokens": 17}, "bfloat16", False),
+        ({"tokens": 2}, "float32", False),
+        ({"tokens": 1}, "float32", True),
+        ({"tokens": 2, "batch": 512, "heads": 4}, "float16", False),  # states before tokens would take half a GB
+        ({"tokens": 1, "batch": 512, "heads": 4}, "float16", True),
+    ],
+)
+def test_few_tokens_go_one_by_one(
+    shape: dict[str, int], dtype: str, alone: bool, interpreter: ProcessPoolExecutor
+) -> None:
+    assert interpreter.submit(one_by_one, shape, dtype).result() is alone
+
+
+def one_by_one(shape: dict[str, int], dtype: str) -> bool:
+    """Whether tokens with gradients take the sequential form; in the other process."""
+    import torch
+
+    module: Any = ttmdsl.load("gated_delta_net")
+    batch, heads = shape.get("batch", 1), shape.get("heads", 2)
+    state = {"S": torch.empty(batch, heads, 64, 64, device="meta")}
+    return bool(module._one_by_one(shape["tokens"], getattr(torch, dtype), state))
 
 
 def end_alone(layer: str) -> list[float]:

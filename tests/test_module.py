@@ -101,6 +101,7 @@ def test_no_section_replaces_what_another_one_defines(layer: ModuleType) -> None
     body = ast.parse(Path(str(layer.__file__)).read_text()).body
     body += [node for branch in body if isinstance(branch, ast.If) for node in branch.body]
     names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names += [ast.unparse(to) for node in body if isinstance(node, ast.Assign) for to in node.targets]
     assert [name for name in names if names.count(name) > 1] == []
 
 
