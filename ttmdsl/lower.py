@@ -71,8 +71,8 @@ class Lowered:
 
     @property
     def in_units(self) -> bool:
-        """Whether one token with gradients may be a unit, too: where memories have an inner dim, since a token's kernels
-        keep their states whole, and take minutes to compile for wide heads."""
+        """Whether one token with gradients may be a unit, too: where memories have an inner dim, since a token's
+        kernels keep their states whole, and take minutes to compile for wide heads."""
         return self.chunk is not None and bool(self.chunk.forward.inner)
 
     @property
