@@ -32,17 +32,10 @@ HALF_BY_TOKEN: tuple[dict[str, Any], ...] = ({"label": "T=37", "tokens": 37, "di
 GROUPED = [layer for layer in ttmdsl.layers() if group(layer) > 1]
 
 # what bfloat16 costs a gradient that is the difference of sums over all tokens, at this draw (benchmarks/NOTES.md)
-KNOWN = {("titans", "grad log_alpha"): 8e-3}
+KNOWN = {("titans", "grad log_alpha"): 6.5e-3}
 
 # of a layer so many tokens alone with gradients, at a draw
-FEW = [
-    ("retnet", 2, 0),
-    ("gated_delta_net", 9, 2),
-    ("delta_product", 2, 0),
-    ("swla", 2, 0),
-    ("omega_net", 2, 2),
-    ("dla", 9, 1),
-]
+FEW = [("retnet", 2, 0), ("gated_delta_net", 9, 0), ("delta_product", 2, 0), ("omega_net", 2, 2)]
 
 
 def misses(
@@ -102,16 +95,16 @@ def test_bfloat16_as_a_gpu_computes_it(layer: str, interpreter: ProcessPoolExecu
     assert interpreter.submit(misses, layer, {}, "bfloat16", shapes).result() == []
 
 
-@pytest.mark.parametrize(("layer", "seed"), [("gated_delta_net", 3), ("delta_product", 3), ("dla", 1)])
+@pytest.mark.parametrize(("layer", "seed"), [("gated_delta_net", 3), ("delta_product", 3)])
 def test_small_heads_in_bfloat16(layer: str, seed: int, interpreter: ProcessPoolExecutor) -> None:
-    """Draws of which half precision loses more: gradients of decays, that 6e-3 to 9e-3 of them are rounding in."""
+    """Draws of which half precision loses more: gradients of decays, that 6e-3 to 7e-3 of them are rounding in."""
     shapes: tuple[dict[str, Any], ...] = ({"label": "T=33", "tokens": 33, "heads": 2, "dims": (8,)},)
     assert interpreter.submit(misses, layer, {}, "bfloat16", shapes, seed).result() == []
 
 
 @pytest.mark.parametrize(("layer", "tokens", "seed"), FEW)
 def test_few_tokens_in_bfloat16(layer: str, tokens: int, seed: int, interpreter: ProcessPoolExecutor) -> None:
-    """Draws of which units lose more: of gradients of gates, that 5e-3 to 5e-2 of them are rounding in."""
+    """Draws of which units lose more: of gradients of gates, that 6e-3 to 3e-2 of them are rounding in."""
     shapes = ({"label": f"T={tokens}", "tokens": tokens, "heads": 2, "dims": (60,)},)
     assert interpreter.submit(misses, layer, {}, "bfloat16", shapes, seed).result() == []
 

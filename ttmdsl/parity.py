@@ -42,6 +42,9 @@ _COUNTS = ("final position", "final tokens")
 # well-conditioned. Decays stay but at last, for memories of which nothing is left where they have faded.
 _CALMER = ((1.0, 1.0), (1 / 4, 1.0), (1 / 16, 1.0), (1 / 64, 1.0), (1 / 64, 1 / 256))
 
+# What cotangents are drawn in: they are inputs, too, and numbers in half precision and in double must be the same.
+_COTANGENTS = torch.bfloat16
+
 # An error of the reference in float32 that says nothing any more.
 _HOPELESS = 1e-2
 
@@ -170,8 +173,8 @@ def _quantities_of(runs: Sequence[tuple[Drawn, Tensor, Tensors]], seed: int) -> 
         generator = torch.Generator().manual_seed(seed)
         for t in found.values():
             if t.is_floating_point():
-                weight = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
-                loss = loss + (t.double() * weight).sum()
+                weight = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(_COTANGENTS)
+                loss = loss + (t.double() * weight.to(t.device)).sum()
     leaves: dict[tuple[int, str], Tensor] = {}
     for i, (drawn, _, _) in enumerate(runs):
         leaves |= {(i, f"grad {key}"): t for key, t in drawn.x.items()}
@@ -269,7 +272,7 @@ def steady(
     device, how = torch.device(device), (oracle, seed)
     if kept is None:
         return _steady(module, shape, dtype, device, *how)
-    key = repr((module.SPEC, module.CONSTS, _CALMER, shape, dtype, how))
+    key = repr((module.SPEC, module.CONSTS, _CALMER, _COTANGENTS, shape, dtype, how))
     file = kept / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.pt"
     if not file.exists():
         kept.mkdir(parents=True, exist_ok=True)
