@@ -187,6 +187,9 @@ def test_what_tables_lack_is_measured_beside_what_they_have(tmp_path: Path) -> N
     assert len(said) == 1
     assert {tuple(trial.forced["scan"].items()) for trial in fake.timed} == {tuple(known.kernels[0].config.items())}
     assert tuned(fake, path, known=table, missing=True) == (table, [])  # all there is
+    elsewhere = replace(table, kernels=[replace(e, triton="3.5") for e in table.kernels])  # narrow blocks do not count
+    _, said = tuned(fake, path, known=elsewhere, missing=True)
+    assert [line.split()[2] for line in said] == ["scan:"]
 
 
 def test_orders_alone_of_what_finds_no_room_are_by_the_rules(tmp_path: Path) -> None:

@@ -139,8 +139,7 @@ def _tuned(
         facts = lab.facts(plain)
         tuned, found = _launched(plain, facts, settings.known, settings, lab)
         if settings.missing:
-            there = {entry.place for entry in settings.known.kernels}
-            names = {name for name, own in facts.kernels.items() if own.place not in there}
+            names = {name for name, own in facts.kernels.items() if not _there(settings.known, own)}
             yield from _kernels(tuned, target, settings, lab, late, names)
             return
         yield from _orders(tuned, found, facts.orders, target, settings, lab, late)
@@ -188,14 +187,18 @@ def _kernels(
     return (yield from _orders(tuned, found, facts.orders, target, settings, lab, late))
 
 
+def _there(known: Table, own: Entry) -> list[Entry]:
+    """What a table has of a kernel in this place; of narrow blocks what the same Triton was measured with."""
+    return [e for e in known.kernels if e.place == own.place and (e.triton == own.triton or not e.narrow)]
+
+
 def _launched(
     plain: Trial, facts: Facts, known: Table, settings: Settings, lab: Lab
 ) -> tuple[Trial, dict[str, list[Entry]]]:
     """The trial as a table has it, and what that has of each kernel, as measured here."""
     entries: dict[str, list[Entry]] = {}
     for name, own in facts.kernels.items():
-        there = [e for e in known.kernels if e.place == own.place and (e.triton == own.triton or not e.narrow)]
-        entries[name] = sorted(there, key=lambda e: e.us) or [own]
+        entries[name] = sorted(_there(known, own), key=lambda e: e.us) or [own]
 
     def together() -> Trial:
         return Trial(plain.case, {**plain.forced, **{name: chosen[0].config for name, chosen in entries.items()}})
