@@ -18,8 +18,9 @@ from ttmdsl.unfold import FIRST, LAST, Prelude, seen_name
 from ttmdsl.walk_expr import walk
 
 
-def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False) -> str:
-    """The section's source text; its surroundings import torch. `alone`: a step's kernel finds the past by itself."""
+def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_units: bool = False) -> str:
+    """The section's source text; its surroundings import torch. `alone`: a step's kernel finds the past by itself.
+    `in_units`: one token with gradients may be a unit, too, in Triton."""
     if prelude.empty:
         return ""
     nodes = [n for e in (*(e for _, e in prelude.values), *(w.value for w in prelude.weights)) for n in walk(e)]
@@ -35,6 +36,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False) -> st
         "prelude.py.j2",
         prelude=prelude,
         alone=alone,
+        in_units=in_units,
         takes=[t.keyword for t in prelude.tensors],
         ends=[(past_name(spec.tensor(name)), spec.tensor(name).keyword) for name in prelude.history],
         past=_past(prelude),
