@@ -42,7 +42,11 @@ def recorded(starts: Any, rehearsal: Any) -> Iterator[tuple[dict[Any, Any], dict
     def start(_: Any, *about: Any) -> None:
         started.setdefault(*_what(*about))
 
-    with mock.patch.object(starts, "start", start), mock.patch.object(rehearsal, "fit", rehearse):
+    with (
+        mock.patch.object(starts, "start", start),
+        mock.patch.object(starts, "spilled", return_value=0),
+        mock.patch.object(rehearsal, "fit", rehearse),
+    ):
         yield compiled, started
 
 

@@ -11,18 +11,17 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, pairwise
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttmdsl.errors import LoadError
+from ttmdsl.machine_code import mixed_up, resource_usage
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +49,8 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What one kernel takes. `stack` in bytes: above 0, registers were spilled. `waits`: tensors that a walk over
-    chunks loads when it comes to a chunk, and not ahead. `error` is empty if it compiled."""
+    chunks loads when it comes to a chunk, and not ahead. `error` is empty if it compiled, and its code mixes up no
+    values."""
 
     variant: str
     kernel: str
@@ -208,7 +208,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     spot = Resources(job.variant, name + _CASES[case], job.target, job.head, job.dtype)
     limit = SHARED_KIB[gpu] * 1024
     began = time.perf_counter()
-    for given, options in launches:
+    for (given, options), (_, other) in pairwise(chain(launches, [({}, None)])):
         spot = replace(spot, warps=options["num_warps"])
         constants = {k: v for k, v in {**given, **lacking}.items() if k in kernel.arg_names}
         signature = {
@@ -224,10 +224,13 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
             lines = str(error).strip().splitlines() or [""]
             return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
         shared = binary.metadata.shared
-        if shared <= limit:
+        registers, stack = resource_usage(binary.asm["cubin"])
+        if shared <= limit and not module._gives_way(stack, options, other):
             break
-    registers, stack = resource_usage(binary.asm["cubin"])
     copies = (constants.get("STAGES") or 1) > 1
+    failure = f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else ""
+    if stack and (wrong := mixed_up(binary.asm["cubin"])):  # it takes half a second, and what was seen lost was spilled
+        failure = f"ptxas mixes up {len(wrong)} values, the first {wrong[0]}"
     return replace(
         spot,
         registers=registers,
@@ -235,7 +238,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
         shared=shared,
         waits=loads_in_loops(binary.asm["ttgir"]) if copies and "_token_" not in name else 0,
         seconds=round(time.perf_counter() - began, 2),
-        error=f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else "",
+        error=failure,
     )
 
 
@@ -270,21 +273,6 @@ def loads_in_loops(ttgir: str) -> int:
             margins.append(margin)
         found += bool(margins) and "tt.load" in line
     return found
-
-
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread and stack bytes of a cubin, by the cuobjdump in Triton's wheel."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        out = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", out)
-    if found is None:
-        raise RuntimeError(f"cuobjdump printed no resources: {out[:200]}")
-    return int(found[1]), int(found[2])
 
 
 # ---- reports ------------------------------------------------------------------------------------------------
