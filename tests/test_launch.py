@@ -224,11 +224,36 @@ def small_heads_take_float32() -> None:
 
 def what_passes_between_kernels_of_small_heads() -> None:
     module = ttmdsl.load("gated_delta_net")
-    for size, dtype in ((16, torch.float32), (20, torch.bfloat16)):
-        s = module._Schedule("chunk", (0, 9), (0,), 2, {"d_k": size, "d_v": 4}, torch.bfloat16, torch.device("cpu"))
-        rooms = module._rooms(s, 1, module._SAVED["chunk"])
-        assert {held for _, held in rooms.values()} == {dtype, torch.float32}
-        assert {held for _, held in module._units(s, 1, module._KEPT["chunk"]).values()} == {dtype}
+
+    def passed(size: int, tokens: int) -> tuple[set[torch.dtype], set[torch.dtype]]:
+        """Dtypes of what is saved, and of the states at units' starts."""
+        sizes = {"d_k": size, "d_v": 4}
+        s = module._Schedule("chunk", (0, tokens), (0,), 2, sizes, torch.bfloat16, torch.device("cpu"))
+        rooms, units = module._rooms(s, 1, module._SAVED["chunk"]), module._units(s, 1, module._KEPT["chunk"])
+        return {held for _, held in rooms.values()}, {held for _, held in units.values()}
+
+    half, full = torch.bfloat16, torch.float32
+    assert passed(16, 9) == ({full}, {full})
+    assert passed(20, 9) == ({half, full}, {full})
+    # 4 MiB of states, each of 80 numbers a head
+    units = 2**22 // (4 * 80 * 2)
+    assert passed(20, 64 * units) == ({half, full}, {full})
+    assert passed(20, 64 * (units + 1)) == ({half, full}, {half})
+
+
+def narrow_blocks_of_light_states_are_not_as_measured() -> None:
+    module = ttmdsl.load("gated_delta_net")
+    asked = []
+
+    def measured(*_: object, narrow: bool, **__: object) -> dict[str, int]:
+        asked.append(narrow)
+        return {}
+
+    with mock.patch.object(module, "_measured", measured):
+        for size, light in ((64, False), (64, True), (60, False)):
+            sizes = {"d_k": size, "d_v": size}
+            next(module._choices("_chunk_backward_1_kernel", sizes, "chunk", torch.bfloat16, 64, 64, 90, light=light))
+    assert asked == [True, False, False]
 
 
 def many_heads_of_small_states_are_stepped_by_a_warp_each() -> None:
@@ -448,6 +473,7 @@ class FirstOf(torch.nn.Module):
         states_that_nobody_gives_or_asks_for_are_absent,
         small_heads_take_float32,
         what_passes_between_kernels_of_small_heads,
+        narrow_blocks_of_light_states_are_not_as_measured,
         many_heads_of_small_states_are_stepped_by_a_warp_each,
         a_step_splits_states_whose_columns_are_independent,
         a_step_of_many_values_takes_narrow_blocks_of_the_inner_dim_in_wide_heads,

@@ -171,9 +171,10 @@ def write_staged(lowered: Lowered) -> StageTexts | None:
 def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTexts:
     b = p.forward[0].program.builder
     rounded = p.rounded()
+    in_halves = p.in_halves(rounded)
 
     def write(k: Kernel) -> KernelText:
-        return write_kernel(spec, k, rounded, tables, tokens)
+        return write_kernel(spec, k, rounded, tables, tokens, in_halves=in_halves)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}

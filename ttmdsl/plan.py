@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ttmdsl.affine import affine
@@ -44,7 +44,7 @@ from ttmdsl.ir import Node, Program, is_matmul, is_product, operands, original, 
 from ttmdsl.join import joined
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form
-from ttmdsl.rounding import adding_up, bent, perpendicular, steep, unbounded
+from ttmdsl.rounding import adding_up, bent, enlarged, perpendicular, steep, unbounded
 from ttmdsl.rounds import Round, rounds
 from ttmdsl.scans import passed_on, placed, scans_of, walking, walks_at
 from ttmdsl.schedule import BLOCK, FULL, ROWS, WIDE, Weight, weights
@@ -96,6 +96,20 @@ class Plan:
             loaded |= states
             exact |= states & {original(a) for a in (*k.roots, *(a for n in others for a in n.args))}
         return frozenset(loaded - exact)
+
+    def in_halves(self, rounded: Container[Node]) -> frozenset[Node]:
+        """Products that take what rounding leaves of a state, too, where it passes in float32: of those states that may
+        be `rounded`, with an input or a cotangent, which need no more digits, and on the way to what enlarges rounding,
+        as gradients of decays."""
+        found = enlarged(reachable(v for k in self.kernels() for _, v in k.outputs))
+        return frozenset(n for n in found if is_matmul(n) and _of_state(n, rounded))
+
+
+def _of_state(product: Node, states: Container[Node]) -> bool:
+    """Whether it is of one of these states and an input or a cotangent."""
+    one, other = map(original, product.args[:2])
+    given = "token", "cot"
+    return (one in states and other.role in given) or (other in states and one.role in given)
 
 
 def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) -> Plan:

@@ -49,12 +49,13 @@ def write_kernel(
     tables: Tables = NOTHING,
     tokens: int = ROWS,
     alone: Alone | None = None,
+    in_halves: frozenset[Node] = frozenset(),
 ) -> KernelText:
     """The text of a kernel, its body also in the orders that the tables name for it, and for programs that share out a
     dim. `rounded`: the states at the units that are in the inputs' dtype; `tokens`: of a unit; `alone`: what one
-    token's step finds by itself."""
+    token's step finds by itself; `in_halves`: products that take all digits of what has more than they take."""
     weight = weights(tokens)
-    transposed, few = turned(kernel), tokens < ROWS
+    transposed, few, wide = turned(kernel), tokens < ROWS, kernel.wide | in_halves
     apart = drawn_out(kernel.nodes, kernel.given, transposed, few) if kernel.kind == "map" else {}
 
     def write(kernel: Kernel, number: int = 0, arguments: Sequence[Argument] = ()) -> KernelText:
@@ -68,7 +69,7 @@ def write_kernel(
             reverse=kernel.reverse,
         )
         text.signature = _signature(kernel, text.way, rounded)
-        printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, kernel.wide)
+        printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, wide)
         printer.ordering, printer.products = number, Products.of(number)
         printer.placing = Loads.of(number, kernel.kind == "scan")
         printer.turned, printer.few, printer.apart = transposed, few, apart
