@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, pairwise
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -208,8 +207,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     spot = Resources(job.variant, name + _CASES[case], job.target, job.head, job.dtype)
     limit = SHARED_KIB[gpu] * 1024
     began = time.perf_counter()
-    for (given, options), (_, other) in pairwise(chain(launches, [({}, None)])):
-        spot = replace(spot, warps=options["num_warps"])
+    for given, options in launches:
         constants = {k: v for k, v in {**given, **lacking}.items() if k in kernel.arg_names}
         signature = {
             argument: "constexpr" if argument in constants else _pointer(pointers.get(argument), job.dtype, passed)
@@ -218,14 +216,18 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
         # as a launch with torch's tensors would find: their addresses are multiples of 16
         aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        try:
-            binary = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options)
-        except Exception as error:  # whatever the compiler raises is a result
-            lines = str(error).strip().splitlines() or [""]
-            return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
-        shared = binary.metadata.shared
-        registers, stack = resource_usage(binary.asm["cubin"])
-        if shared <= limit and not module._gives_way(stack, options, other):
+        for chosen in filter(None, module._if_it_spills(options)):
+            spot = replace(spot, warps=chosen["num_warps"])
+            try:
+                binary = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=chosen)
+            except Exception as error:  # whatever the compiler raises is a result
+                lines = str(error).strip().splitlines() or [""]
+                return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
+            shared = binary.metadata.shared
+            registers, stack = resource_usage(binary.asm["cubin"])
+            if shared > limit or stack <= module._SPILLED:
+                break
+        if shared <= limit:
             break
     copies = (constants.get("STAGES") or 1) > 1
     failure = f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else ""

@@ -265,7 +265,7 @@ def facts(trial: Trial) -> Facts:
                 kernel = next(k for k in module.KERNEL_POINTERS if name in (k, without_gradients(k), in_step(k)))
                 chosen = fitted.get(name) or next(module.kernel_launches(kernel, sizes, case.torch_dtype, gpu))
                 constants, options = chosen
-                config = _config(constants, options)
+                config = _config(constants, module._if_it_spills(options)[0])
                 if kernel in module.KERNEL_BLOCKS:
                     config["block"] = int(constants[module.KERNEL_BLOCKS[kernel]])
                 kernels[name] = entry(name, signature, config)
