@@ -62,6 +62,8 @@ def test_without_one_of_its_lines_nothing_is_mixed_up(line: str) -> None:
         ("FADD R4, R5, R6 ; FMUL R8, R4, R4 ; IMAD.U32 R9, R4, 0x10000, RZ ;", 0),
         ("FADD R4, R5, R6 ; FMUL R8, R4, R4 ; SHF.R.U32.HI R7, RZ, 0x17, R4 ;", 0),
         ("FADD R4, R5, R6 ; FMUL R8, R4, R4 ; LOP3.LUT R7, R4, 0x7fffff, RZ, 0xc0, !PT ;", 0),
+        # a function leaves its result where it will
+        ("IADD3 R4, R5, R6, RZ ; LDS R3, [R4] ; CALL.REL.NOINC `(.L_x_9) ; FMNMX R8, R4, R3, !PT ;", 0),
         # a load that some threads leave out, whose register held something else
         ("IADD3 R4, R5, R6, RZ ; LDS R3, [R4] ; @!P4 LDS R4, [R9] ; FMNMX R8, R4, R3, !PT ;", 0),
         ("IADD3 R4, R5, R6, RZ ; LDS R3, [R4] ; FMNMX R8, R4, R3, !PT ;", 1),

@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"^-?0x([0-9a-f]+)$")
 _FLOATS = {"MUFU", "FMUL", "FADD", "FFMA", "FMNMX", "FSETP", "F2FP"}
 _WHOLE = {"LOP3", "SHF", "IMAD", "ISETP", "LEA"}  # beside small numbers
 _STORES = {"ST", "STG", "STS", "STL", "STSM", "RED", "REDG", "BAR", "BRA", "BSSY", "BSYNC", "EXIT", "RET", "NOP"}
-_ENDS = {"EXIT", "RET", "BRX", "JMX"}
+_ENDS = {"EXIT", "RET", "BRX", "JMX", "CALL"}  # a function gives registers that its call does not name
 _MOST = 128  # registers that one instruction gives
 _SMALL = 1 << 16  # whole numbers from here on may be patterns of bits of floats
 _EXPONENT = 23  # bits below it
@@ -112,10 +112,10 @@ def _blocks(text: str) -> tuple[list[list[_Instruction]], list[set[int]]]:
             found = _instruction(match, line)
             blocks[-1].append(found)
             target = _LABEL.search(line)
-            if target and found.op in ("BRA", "CALL", "BREAK"):
+            if target and found.op in ("BRA", "BREAK"):
                 jumps.append((len(blocks) - 1, target[1]))
-            if found.op in ("BRA", "CALL", "BREAK") or found.op in _ENDS:
-                begin(found.perhaps or found.op in ("CALL", "BREAK"))
+            if found.op in ("BRA", "BREAK") or found.op in _ENDS:
+                begin(found.perhaps or found.op == "BREAK")
     after: list[set[int]] = [{i + 1} if i in falls and i + 1 < len(blocks) else set() for i in range(len(blocks))]
     for i, label in jumps:
         if label in labels:
