@@ -1,4 +1,4 @@
-"""Values that ptxas mixes up, in what nvdisasm prints: those found, and what only looks like it."""
+"""What kernels spill: values that ptxas mixes up, in nvdisasm's text, and what only looks like it; more warps."""
 
 from __future__ import annotations
 

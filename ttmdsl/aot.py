@@ -191,7 +191,6 @@ def _launches(
 
 
 def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case = "") -> Resources:
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -216,32 +215,41 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
         # as a launch with torch's tensors would find: their addresses are multiples of 16
         aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        for chosen in filter(None, module._if_it_spills(options)):
-            spot = replace(spot, warps=chosen["num_warps"])
-            try:
-                binary = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=chosen)
-            except Exception as error:  # whatever the compiler raises is a result
-                lines = str(error).strip().splitlines() or [""]
-                return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
-            shared = binary.metadata.shared
-            registers, stack = resource_usage(binary.asm["cubin"])
-            if shared > limit or stack <= module._SPILLED:
-                break
-        if shared <= limit:
+        ways = [way for way in module._if_it_spills(options) if way]
+        spot = replace(spot, warps=ways[0]["num_warps"])
+        try:
+            binary, taken = _built(source, GPUTarget("cuda", gpu, 32), ways, limit, module._SPILLED)
+        except Exception as error:  # whatever the compiler raises is a result
+            lines = str(error).strip().splitlines() or [""]
+            return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
+        if taken["shared"] <= limit:
             break
     copies = (constants.get("STAGES") or 1) > 1
-    failure = f"{shared} bytes of shared memory, {job.target} has {limit}" if shared > limit else ""
-    if stack and (wrong := mixed_up(binary.asm["cubin"])):  # it takes half a second, and what was seen lost was spilled
+    failure = f"{taken['shared']} bytes of shared memory, {job.target} has {limit}" if taken["shared"] > limit else ""
+    # it takes half a second, and what was seen lost was spilled
+    if taken["stack"] and (wrong := mixed_up(binary.asm["cubin"])):
         failure = f"ptxas mixes up {len(wrong)} values, the first {wrong[0]}"
     return replace(
         spot,
-        registers=registers,
-        stack=stack,
-        shared=shared,
+        **taken,
         waits=loads_in_loops(binary.asm["ttgir"]) if copies and "_token_" not in name else 0,
         seconds=round(time.perf_counter() - began, 2),
         error=failure,
     )
+
+
+def _built(source: Any, target: Any, ways: list[dict[str, Any]], limit: int, most: int) -> tuple[Any, dict[str, Any]]:
+    """A kernel's binary by the first of these options, or by the next where it finds room, up to a `limit`, and spills
+    more than `most` bytes; and what it takes, by `Resources`' names."""
+    import triton
+
+    for options in ways:
+        binary = triton.compile(source, target=target, options=options)
+        registers, stack = resource_usage(binary.asm["cubin"])
+        shared = binary.metadata.shared
+        if shared > limit or stack <= most:
+            break
+    return binary, {"warps": options["num_warps"], "registers": registers, "stack": stack, "shared": shared}
 
 
 def _passed(job: Job, module: Any, name: str, sizes: dict[str, int]) -> str:

@@ -26,7 +26,25 @@ _NUMBER = re.compile(r"^-?0x([0-9a-f]+)$")
 
 _FLOATS = {"MUFU", "FMUL", "FADD", "FFMA", "FMNMX", "FSETP", "F2FP"}
 _WHOLE = {"LOP3", "SHF", "IMAD", "ISETP", "LEA"}  # beside small numbers
-_STORES = {"ST", "STG", "STS", "STL", "STSM", "RED", "REDG", "BAR", "BRA", "BSSY", "BSYNC", "EXIT", "RET", "NOP"}
+_GIVE_NONE = {
+    "ST",
+    "STG",
+    "STS",
+    "STL",
+    "STSM",
+    "RED",
+    "REDG",
+    "BAR",
+    "BRA",
+    "BSSY",
+    "BSYNC",
+    "EXIT",
+    "RET",
+    "NOP",
+    "FSETP",
+    "ISETP",
+}
+_JUMPS = {"BRA", "BREAK"}
 _ENDS = {"EXIT", "RET", "BRX", "JMX", "CALL"}  # a function gives registers that its call does not name
 _MOST = 128  # registers that one instruction gives
 _SMALL = 1 << 16  # whole numbers from here on may be patterns of bits of floats
@@ -111,10 +129,9 @@ def _blocks(text: str) -> tuple[list[list[_Instruction]], list[set[int]]]:
         elif match := _LINE.match(line):
             found = _instruction(match, line)
             blocks[-1].append(found)
-            target = _LABEL.search(line)
-            if target and found.op in ("BRA", "BREAK"):
+            if found.op in _JUMPS and (target := _LABEL.search(line)):
                 jumps.append((len(blocks) - 1, target[1]))
-            if found.op in ("BRA", "BREAK") or found.op in _ENDS:
+            if found.op in _JUMPS | _ENDS:
                 begin(found.perhaps or found.op == "BREAK")
     after: list[set[int]] = [{i + 1} if i in falls and i + 1 < len(blocks) else set() for i in range(len(blocks))]
     for i, label in jumps:
@@ -128,10 +145,7 @@ def _instruction(match: re.Match[str], line: str) -> _Instruction:
     base = op.split(".")[0]
     operands = [a.strip() for a in _OPERANDS.split(arguments)] if arguments else []
     first = next((i for i, a in enumerate(operands) if not re.match(r"!?U?P(T|\d)$", a)), len(operands))
-    given: list[str] = []
-    taken = operands
-    if base not in (*_STORES, "FSETP", "ISETP"):
-        given, taken = operands[first : first + 1], operands[first + 1 :]
+    given, taken = ([], operands) if base in _GIVE_NONE else (operands[first : first + 1], operands[first + 1 :])
     width = _width(base, op)
     gives = _registers(given[0], width) if given and given[0].startswith("R") and given[0] != "RZ" else ()
     copied: _Places = ()
@@ -144,7 +158,7 @@ def _instruction(match: re.Match[str], line: str) -> _Instruction:
         source = operands[-1]
         copied = _registers(source, 1) if re.match(r"R\d+", source) else ()
         constant = not copied
-    elif base in ("CS2R", "HFMA2", "LDC", "ULDC", "IMAD") and not _REGISTER.search(",".join(taken)):
+    elif base in ("CS2R", "HFMA2", "LDC", "IMAD") and not _REGISTER.search(",".join(taken)):
         constant = True
     whole, real = _kinds(op, operands, taken)
     perhaps = unless == "!" or predicate not in (None, "PT")
