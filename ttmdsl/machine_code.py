@@ -26,24 +26,7 @@ _NUMBER = re.compile(r"^-?0x([0-9a-f]+)$")
 
 _FLOATS = {"MUFU", "FMUL", "FADD", "FFMA", "FMNMX", "FSETP", "F2FP"}
 _WHOLE = {"LOP3", "SHF", "IMAD", "ISETP", "LEA"}  # beside small numbers
-_GIVE_NONE = {
-    "ST",
-    "STG",
-    "STS",
-    "STL",
-    "STSM",
-    "RED",
-    "REDG",
-    "BAR",
-    "BRA",
-    "BSSY",
-    "BSYNC",
-    "EXIT",
-    "RET",
-    "NOP",
-    "FSETP",
-    "ISETP",
-}
+_GIVE_NONE = frozenset("ST STG STS STL STSM RED REDG BAR BRA BSSY BSYNC EXIT RET NOP FSETP ISETP".split())
 _JUMPS = {"BRA", "BREAK"}
 _ENDS = {"EXIT", "RET", "BRX", "JMX", "CALL"}  # a function gives registers that its call does not name
 _MOST = 128  # registers that one instruction gives
