@@ -505,6 +505,26 @@ def test_a_configuration_that_found_no_room_is_said_to() -> None:
     assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel without gradients",))
 
 
+def light(layer: str) -> tuple[bool, bool]:
+    """In the process that interprets kernels: whether a few tokens are a light call, in a trial and outside."""
+    from ttmdsl.drawing import dims_at, sizes_of
+
+    trial = Trial(Case(layer, (1, 130, 1, 32), "bfloat16", "cpu", "triton"))
+    module = trial.case.load()
+
+    def call() -> bool:
+        sizes, device = sizes_of(module, dims_at(module, 32)), torch.device("cpu")
+        return bool(module._Schedule("chunk", [0, 130], [0], 1, sizes, torch.bfloat16, device).light)
+
+    with lab.launched(trial):
+        within = call()
+    return within, call()
+
+
+def test_few_tokens_of_a_trial_stand_for_many(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(light, "gated_delta_net").result() == (False, True)
+
+
 def crowded(layer: str) -> tuple[dict[str, int], dict[str, int]]:
     """In the process that interprets kernels: how a scan is launched where there is room for two stages, by what the
     laboratory finds and by the rules."""
