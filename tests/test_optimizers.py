@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_lower import lowered
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ttmdsl
 from ttmdsl.check import check
@@ -338,6 +339,39 @@ def test_newton_schulz_multiplies_over_the_narrow_side() -> None:
     sides = [n.attr[0] for p in (token.forward, token.backward) for n in p.nodes if n.op.startswith("newton_schulz")]
     assert len(sides) == 6  # forward, and once more for the backward
     assert set(sides) == {"d"}
+
+
+def test_newton_schulz_knows_how_wide_powers_are() -> None:
+    bias = "1/2 * |S^T @ power(k, 2) - v|^2"
+    text = layer(bias, "optimizer muon(momentum = theta, rate = eta)", memory="S[d_k^2, d_v]", read="S^T @ power(q, 2)")
+    token = lowered(text).token
+    sides = {n.attr[0] for p in (token.forward, token.backward) for n in p.nodes if n.op.startswith("newton_schulz")}
+    assert sides == {"d_v"}
+
+
+class Widest(TorchDispatchMode):
+    """The side of the widest square matrix that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.ndim > 2 and made.shape[-2] == made.shape[-1]:
+            self.side = max(self.side, made.shape[-1])
+        return made
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_newton_schulz_makes_no_matrix_as_wide_as_the_longer_side(backend: str) -> None:
+    module = ttmdsl.compile(MUON)
+    for dims in ((37, 5), (5, 37)):
+        x = draw(module, Shape("", tokens=4, dims=dims)).x
+        with Widest() as widest:
+            y, _ = module.op(**{name: t.requires_grad_() for name, t in x.items()}, backend=backend)
+            y.sum().backward()
+        assert widest.side == 5
 
 
 def test_a_zero_momentum_takes_no_step() -> None:

@@ -15,10 +15,14 @@ TINY = 1e-7  # beside the length that a matrix is divided by
 
 
 def wider(spec: LayerSpec, rows: str, columns: str) -> bool:
-    """Whether a matrix has more rows than columns, as far as the spec tells: a memory's inner dim is a wide one."""
+    """Whether a matrix has more rows than columns, as far as the spec tells: in heads of 64, a memory's inner dim being
+    four times as wide."""
 
-    def width(dim: str) -> tuple[bool, float]:
-        return all(dim not in t.shape for t in spec.tensors), spec.consts.get(dim, 0.0)
+    def width(dim: str) -> int:
+        if feature := spec.features.get(dim):
+            return feature.size(width(feature.base))
+        inner = all(dim not in t.shape for t in spec.tensors)
+        return int(spec.consts.get(dim, 256 if inner else 64))
 
     return width(rows) > width(columns)
 

@@ -184,9 +184,8 @@ class TorchPrinter(Printer):
             case "tri_inv":
                 return f"_unit_lower_inverse({self.text[args[0]]})"
             case "newton_schulz" | "newton_schulz_back":
-                turn = ".mT" if axes[0] != node.attr[0] else ""
-                texts = [f"{self.operand(a, axes)}{turn}" for a in args]
-                return f"_{node.op}({', '.join(texts)}, {node.attr[1]}){turn}"
+                texts = [strip(self.operand(a, axes)) for a in args]  # the helper knows which side is the shorter one
+                return f"_{node.op}({', '.join(texts)}, {node.attr[1]})"
             case "decay_dot" | "decay_mix" | "decay_mix_t":
                 a, b, decays = self.operands(node)
                 return f"{self.text[decays]}.{node.op[6:]}({self.tile(a)}, {self.tile(b)})"
