@@ -136,10 +136,27 @@ def test_what_masks_have_spilled(old: Compiler) -> None:
     """By four warps ptxas 12.8 gets this kernel wrong, in heads of 60, and not of 64 (benchmarks/NOTES.md)."""
     found = {}
     for head in (60, 64):
-        job = Job("dplr", head, "sm_90", "bfloat16", named="_chunk_backward_1_3")
-        (row,) = old.pool.submit(compile_kernels, job).result()
-        found[head] = row.warps, row.stack < 600, row.error
-    assert found == {60: (8, True, ""), 64: (4, True, "")}
+        job = Job("dplr", head, "sm_90", "bfloat16", named="_chunk_backward_1_3", lengths=head == 60)
+        for row in old.pool.submit(compile_kernels, job).result():
+            found[head, row.kernel.partition(", ")[2]] = row.warps, row.stack < 600, row.error
+    light = found.pop((60, "few tokens"))
+    assert found == {(60, ""): (8, True, ""), (60, "masked tokens"): (8, True, ""), (64, ""): (4, True, "")}
+    assert light[2] == ""
+
+
+def test_other_lengths_start_other_kernels() -> None:
+    job = Job("linear_attention", 32, "sm_90", "bfloat16", named="_chunk_forward_scan|_token_forward", lengths=True)
+    rows = {row.kernel: row for row in compile_kernels(job)}
+    scan = "_chunk_forward_scan_kernel"
+    assert set(rows) == {
+        scan,
+        f"{scan}, masked tokens",
+        f"{scan}, few tokens",
+        "_token_forward_kernel",
+        "_token_forward_kernel, a step",
+    }
+    assert not any(row.error for row in rows.values())
+    assert len({(row.registers, row.shared) for kernel, row in rows.items() if kernel.startswith(scan)}) == 3
 
 
 def test_mixed_up_values_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:

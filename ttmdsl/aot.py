@@ -35,7 +35,8 @@ POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 @dataclass(frozen=True, slots=True)
 class Job:
     """All kernels of one variant of a layer, also those around `op` in `Layer`, or those alone whose names match the
-    pattern `named`; at one head size, an inner dim of memories four times as wide, for one target."""
+    pattern `named`; at one head size, an inner dim of memories four times as wide, for one target. `lengths`: not only
+    as sequences of whole chunks start them, but also as others and calls of few tokens do."""
 
     variant: str
     head: int
@@ -43,6 +44,7 @@ class Job:
     dtype: str
     consts: tuple[tuple[str, float], ...] = ()
     named: str = ""
+    lengths: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,10 @@ def compile_all(
     processes: int = 1,
     done: Callable[[int, int], None] = lambda finished, total: None,
     around: bool = True,
+    lengths: bool = False,
 ) -> list[Resources]:
-    """Compiles every kernel of every variant, head size and target, if asked for those `around` `op` in `Layer`, too;
-    `done` hears of the progress."""
+    """Compiles every kernel of every variant, head size and target, if asked for those `around` `op` in `Layer`, too,
+    and as calls of other `lengths` start them; `done` hears of the progress."""
     variants, targets = list(variants), list(targets)
     for variant in variants:
         parse_variant(variant)
@@ -111,7 +114,7 @@ def compile_all(
     given = tuple(sorted((consts or {}).items()))
     largest_first = sorted(heads, reverse=True)  # they take longest
     named = "" if around else OF_OP
-    jobs = [Job(v, h, t, dtype, given, named) for h in largest_first for v in variants for t in targets]
+    jobs = [Job(v, h, t, dtype, given, named, lengths) for h in largest_first for v in variants for t in targets]
     found: dict[Job, list[Resources]] = {}
     for job, rows in _in_processes(jobs, processes):
         found[job] = rows
@@ -173,11 +176,24 @@ def compile_kernels(job: Job) -> list[Resources]:
     shared = [k for k in kernels if k.name in getattr(module, "_SHARED", {})]
     few = [k for k in shared if next(_launches(job, module, k.name, sizes, "few"))[0]["SHARES"] > 1]
     rows += [_compile(job, module, kernel, sizes, "few") for kernel in few]
-    return rows + [_compile(job, module, k, sizes, "step") for k in kernels if k.name in starts[-1:]]
+    rows += [_compile(job, module, k, sizes, "step") for k in kernels if k.name in starts[-1:]]
+    if job.lengths:
+        chunked = [k for k in kernels if "EVEN" in k.jit.arg_names and "_token_" not in k.name]
+        rows += [_compile(job, module, kernel, sizes, "masked") for kernel in chunked]
+        light = [k for k in chunked if "passed" in module.KERNEL_POINTERS[k.name].values()]
+        rows += [_compile(job, module, kernel, sizes, "light") for kernel in light if job.dtype != "float32"]
+    return rows
 
 
-Case = Literal["", "step", "few"]
-_CASES: dict[Case, str] = {"": "", "step": ", a step", "few": ", few heads"}
+Case = Literal["", "step", "few", "masked", "light"]
+# how a kernel's name goes on in a row, and what `kernel_launches` is asked for
+_CASES: dict[Case, tuple[str, dict[str, bool]]] = {
+    "": ("", {}),
+    "step": (", a step", {"step": True}),
+    "few": (", few heads", {"few": True}),
+    "masked": (", masked tokens", {"whole": False}),
+    "light": (", few tokens", {"whole": False, "light": True}),
+}
 
 
 def _launches(
@@ -186,7 +202,7 @@ def _launches(
     """Constants and options that a kernel's launch tries in such a case, best first."""
     import torch
 
-    how = {case: True} if case else {}
+    _, how = _CASES[case]
     return iter(module.kernel_launches(name, sizes, getattr(torch, job.dtype), capability(job.target), **how))
 
 
@@ -201,9 +217,9 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     else:
         pointers = module.KERNEL_POINTERS[name]
         launches = _launches(job, module, name, sizes, case)
-        passed = _passed(job, module, name, sizes) if "passed" in pointers.values() else job.dtype
+        passed = "float32" if case == "light" else _passed(job, module, name, sizes)
     lacking = dict.fromkeys(module.STEP_POINTERS.get(name, {}).get("more" if case == "step" else "step", ()))
-    spot = Resources(job.variant, name + _CASES[case], job.target, job.head, job.dtype)
+    spot = Resources(job.variant, name + _CASES[case][0], job.target, job.head, job.dtype)
     limit = SHARED_KIB[gpu] * 1024
     began = time.perf_counter()
     for given, options in launches:
@@ -253,9 +269,11 @@ def _built(source: Any, target: Any, ways: list[dict[str, Any]], limit: int, mos
 
 
 def _passed(job: Job, module: Any, name: str, sizes: dict[str, int]) -> str:
-    """The dtype in which kernels of this one's form pass values to one another."""
+    """The dtype in which kernels of this one's form pass values to one another, if they pass any."""
     import torch
 
+    if "passed" not in module.KERNEL_POINTERS[name].values():
+        return job.dtype
     return str(module._computing(sizes, name.split("_")[1], getattr(torch, job.dtype))).removeprefix("torch.")
 
 

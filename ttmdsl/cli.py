@@ -115,6 +115,7 @@ def _aot(arguments: argparse.Namespace) -> int:
             arguments.jobs,
             lambda finished, total: progress.update(bar, completed=finished, total=total),
             not arguments.op_only,
+            arguments.lengths,
         )
     failed, spilled = sum(bool(row.error) for row in rows), sum(row.stack > 0 for row in rows)
     if arguments.json:
@@ -247,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     aot.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs")
     aot.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at work (default 1)")
     aot.add_argument("--op-only", action="store_true", help="without what is around `op` in `Layer`")
+    aot.add_argument("--lengths", action="store_true", help="also as odd lengths and calls of few tokens start them")
     aot.add_argument("--json", action="store_true", help="print JSON instead of a table")
     bench = command(_bench, "bench", "time layers beside their peers, checked first; a table, JSON and a plot over T")
     tune = command(
