@@ -102,6 +102,12 @@ def test_small_heads_in_bfloat16(layer: str, seed: int, interpreter: ProcessPool
     assert interpreter.submit(misses, layer, {}, "bfloat16", shapes, seed).result() == []
 
 
+def test_pieces_amid_a_group_in_bfloat16(interpreter: ProcessPoolExecutor) -> None:
+    """A draw of which states' cotangents in half precision cost the gradient of decays 6e-3."""
+    shapes: tuple[dict[str, Any], ...] = ({"label": "T=130", "tokens": 130, "heads": 1, "dims": (60,)},)
+    assert interpreter.submit(misses, "dla", {}, "bfloat16", shapes, 22).result() == []
+
+
 @pytest.mark.parametrize(("layer", "tokens", "seed"), FEW)
 def test_few_tokens_in_bfloat16(layer: str, tokens: int, seed: int, interpreter: ProcessPoolExecutor) -> None:
     """Draws of which units lose more: of gradients of gates, that 6e-3 to 3e-2 of them are rounding in."""

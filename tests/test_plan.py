@@ -312,6 +312,22 @@ def test_states_that_lose_nothing_are_rounded(name: str, consts: dict[str, float
     assert {(n.role, n.name) for n in found} == expected
 
 
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta_net", "titans", "omega_linear", "dla", "gsa"])
+def test_products_take_all_digits_of_states_that_are_loaded(name: str) -> None:
+    """What a kernel walks with has them in long calls, too, which would take twice the products there."""
+    for which, form in forms(name, {}).items():
+        if which == "token":
+            continue
+        found = plan(which, form)
+        rounded = found.rounded()
+        in_halves, amid = found.in_halves(rounded), which == "resumed"
+        for kernel in found.kernels():
+            for product in in_halves[kernel.name]:
+                (state,) = {original(a) for a in product.args[:2]} & kernel.states()
+                assert amid or state in rounded
+        assert any(in_halves.values())
+
+
 def test_the_backward_pass_saves_nothing_again_that_it_took(form: Form, found: Plan) -> None:
     """What it saves has room of its own: of the same name, whoever took it before would have found nothing there."""
 

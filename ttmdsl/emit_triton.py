@@ -64,6 +64,12 @@ class FormTexts:
     transfers: tuple[tuple[Transfer, KernelText], ...] = ()
 
     @property
+    def passed(self) -> list[str]:
+        """States that pass in half precision, or whose cotangents do."""
+        passing = [name for states in (self.kept, self.d_kept) for name, held in states.items() if held == "passed"]
+        return [*dict.fromkeys(passing)]
+
+    @property
     def held(self) -> list[str]:
         """States that wait in memory from unit to unit."""
         return [name for k in self.forward for name in k.held]
@@ -174,7 +180,7 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTe
     in_halves = p.in_halves(rounded)
 
     def write(k: Kernel) -> KernelText:
-        return write_kernel(spec, k, rounded, tables, tokens, in_halves=in_halves)
+        return write_kernel(spec, k, rounded, tables, tokens, in_halves=in_halves[k.name])
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}

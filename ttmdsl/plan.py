@@ -97,12 +97,23 @@ class Plan:
             exact |= states & {original(a) for a in (*k.roots, *(a for n in others for a in n.args))}
         return frozenset(loaded - exact)
 
-    def in_halves(self, rounded: Container[Node]) -> frozenset[Node]:
-        """Products that take what rounding leaves of a state, too, where it passes in float32: of those states that may
-        be `rounded`, with an input or a cotangent, which need no more digits, and on the way to what enlarges rounding,
-        as gradients of decays."""
-        found = enlarged(reachable(v for k in self.kernels() for _, v in k.outputs))
-        return frozenset(n for n in found if is_matmul(n) and _of_state(n, rounded))
+    def in_halves(self, rounded: Container[Node]) -> dict[str, frozenset[Node]]:
+        """By kernels' names, products that take what rounding leaves of a state, too, where it passes in float32: of
+        those states that a kernel loads (what it walks with has all digits in long calls, too) and that may be
+        `rounded`, with an input or a cotangent, which need no more digits, and on the way to what enlarges rounding, as
+        gradients of decays. Of a piece amid a group, which may be a few tokens, any state passes so."""
+        products = [n for n in enlarged(reachable(v for k in self.kernels() for _, v in k.outputs)) if is_matmul(n)]
+
+        def of(k: Kernel) -> frozenset[Node]:
+            states = {n for n in k.states() if self.amid or n in rounded}
+            return frozenset(n for n in products if _of_state(n, states))
+
+        return {k.name: of(k) for k in self.kernels()}
+
+    @property
+    def amid(self) -> bool:
+        """Whether it is of pieces that start amid a group of tokens."""
+        return any(n.role == "fresh" for k in self.forward for n in k.program.leaves())
 
 
 def _of_state(product: Node, states: Container[Node]) -> bool:
