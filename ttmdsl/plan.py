@@ -101,19 +101,20 @@ class Plan:
         """By kernels' names, products that take what rounding leaves of a state, too, where it passes in float32: of
         those states that a kernel loads (what it walks with has all digits in long calls, too) and that may be
         `rounded`, with an input or a cotangent, which need no more digits, and on the way to what enlarges rounding, as
-        gradients of decays. Of a piece amid a group, which may be a few tokens, any state passes so."""
+        gradients of decays. Of a piece amid a group any state passes so."""
         products = [n for n in enlarged(reachable(v for k in self.kernels() for _, v in k.outputs)) if is_matmul(n)]
+        every = _amid_groups(self.forward[0].program)
 
         def of(k: Kernel) -> frozenset[Node]:
-            states = {n for n in k.states() if self.amid or n in rounded}
+            states = {n for n in k.states() if every or n in rounded}
             return frozenset(n for n in products if _of_state(n, states))
 
         return {k.name: of(k) for k in self.kernels()}
 
-    @property
-    def amid(self) -> bool:
-        """Whether it is of pieces that start amid a group of tokens."""
-        return any(n.role == "fresh" for k in self.forward for n in k.program.leaves())
+
+def _amid_groups(forward: Program) -> bool:
+    """Whether a forward program is of pieces that start amid a group of tokens, and so may be one token."""
+    return any(n.role == "fresh" for n in forward.leaves())
 
 
 def _of_state(product: Node, states: Container[Node]) -> bool:
@@ -168,7 +169,7 @@ def plan(name: str, form: Form, tokens: int = 64, choice: Choice | None = None) 
     way, backward, choice = cheapest(name, [*ways()], weight, careful, choice)
     cuts, scans = way.cuts, [*way.scans]
     exact = way.free.exact if way.free else frozenset[Node]()
-    if any(n.role == "fresh" for n in form.forward.leaves()):  # a piece amid a group may be one token
+    if _amid_groups(form.forward):
         exact |= bent(reachable(everything)).intersection((*cuts, *(n for k in scans for n in k.saves)))
     if way.free and unbounded(form.forward):  # the chain adds to it, and rounds both once more
         exact |= frozenset(way.free.saves)
