@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,8 @@ def test_other_lengths_start_other_kernels() -> None:
     }
     assert not any(row.error for row in rows.values())
     assert len({(row.registers, row.shared) for kernel, row in rows.items() if kernel.startswith(scan)}) == 3
+    small = compile_kernels(replace(job, head=16, named="_chunk_forward_scan"))  # computed in float32 in any case
+    assert [row.kernel for row in small] == [scan, f"{scan}, masked tokens"]
 
 
 def test_mixed_up_values_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:

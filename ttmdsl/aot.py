@@ -180,8 +180,9 @@ def compile_kernels(job: Job) -> list[Resources]:
     if job.lengths:
         chunked = [k for k in kernels if "EVEN" in k.jit.arg_names and "_token_" not in k.name]
         rows += [_compile(job, module, kernel, sizes, "masked") for kernel in chunked]
-        light = [k for k in chunked if "passed" in module.KERNEL_POINTERS[k.name].values()]
-        rows += [_compile(job, module, kernel, sizes, "light") for kernel in light if job.dtype != "float32"]
+        passing = [k for k in chunked if "passed" in module.KERNEL_POINTERS[k.name].values()]
+        light = [k for k in passing if _passed(job, module, k.name, sizes) != "float32"]
+        rows += [_compile(job, module, kernel, sizes, "light") for kernel in light]
     return rows
 
 
