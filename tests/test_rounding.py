@@ -9,7 +9,7 @@ import pytest
 from test_differentiate import forms
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import Node, Program, is_product, reachable
+from ttmdsl.ir import Node, Program, is_product, nearest, reachable, tied
 from ttmdsl.plan import plan
 from ttmdsl.rounding import CHAIN, FEW, UNBOUNDED, adding_up, bent, enlarged, steep, taken_exactly, unbounded
 
@@ -152,6 +152,10 @@ def test_products_are_wide_where_their_rounding_adds_up(tokens: int) -> None:
     found = plan("chunk", form, tokens)
     long = adding_up(found.forward[0].program, found.backward[-1].program)
     assert len(long) > 5
+    chained, handed = tied(found.backward[-1].program, "cocarry"), found.backward[-1].program.ends().values()
+    added = {n for end in handed for n in nearest(end, is_product, lambda n: n.op == "leaf")}
+    assert len(added - chained) == 2 == len(added & chained)  # of two memories each
+    assert added - chained <= long
     for kernel in found.kernels():
         assert kernel.wide == long.intersection(kernel.nodes)
     assert all(k.wide for k in found.forward if k.kind == "scan")
