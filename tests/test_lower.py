@@ -51,7 +51,7 @@ NOT_A_SCALAR = "the gradient at every token is not a scalar times a read of the 
         ("lattice_enc", {"b": 16}, "frozen", ""),
         ("lattice_sim", {"b": 16}, "frozen", ""),
         ("trellis", {}, "frozen", ""),
-        ("trellis", {"b": 1}, "sequential", NOT_A_SCALAR),
+        ("trellis", {"b": 1}, "sequential", NOT_AFFINE),
     ],
 )
 def test_shipped_layers(name: str, consts: dict[str, float], recurrence: str, reason: str) -> None:
@@ -92,6 +92,8 @@ GD, RETAINED = "optimizer gd(rate = eta)", "optimizer gd(rate = eta, at = retain
         (["retention alpha * S", RETAINED], "affine", ""),
         (["gate alpha: decay, eta[d_v]: unit", "bias 1/2 * |eta * (S @ k) - v|^2", "optimizer gd(rate = 1)"],
          "sequential", NOT_A_SCALAR),
+        (["bias 1/2 * |S @ k - v|^2 + 1/2 * <v, S @ k>^2", GD], "sequential", NOT_A_SCALAR),
+        (["bias 1/2 * |S @ k - v|^2 + 1/3 * <v, S @ k>^3", GD], "sequential", NOT_AFFINE),
         (["bias 1/3 * |S @ k - v|_3^3", GD], "sequential", NOT_AFFINE),
         (["bias 1/2 * |tanh(S @ k) - v|^2", GD], "sequential", NOT_AFFINE),
         (["bias 1/2 * |tanh(S @ k) - v|^2", "optimizer gd(rate = eta, batch = 8)"], "frozen", ""),

@@ -326,8 +326,9 @@ class Reader:
 
     def arity(self, call: syntax.Call, wanted: int) -> bool:
         if len(call.args) != wanted:
-            counts = f"{wanted} argument{'s' if wanted > 1 else ''}, found {len(call.args)}"
-            self.scope.error(call.span, f"`{call.fn.text}` wants {counts}")
+            name, counts = call.fn.text, f"{wanted} argument{'s' if wanted > 1 else ''}, found {len(call.args)}"
+            inside = f"`{name}(j, x[j])` stands in `fn f(x)[i] = ...` alone; here vectors are taken whole: `{name}(x)`"
+            self.scope.error(call.span, f"`{name}` wants {counts}", inside if name in ("sum", "mean") else "")
         return len(call.args) == wanted
 
     def _own(self, fn: syntax.Function, call: syntax.Call, env: Env) -> Expr | None:

@@ -300,14 +300,23 @@ def affine(b: Builder, value: Node, unknown: Node) -> tuple[Node | None, Node]:
             rest = b.add(rest, b.mul(b.const(number), b.product(parts)))
             continue
         others = list(parts)
-        if unknown not in others:
+        if sum(p in tainted for p in parts) > 1 or not all(_linear(p, unknown) for p in parts if p in tainted):
             raise NotChunkable("the gradient at every token is not affine in the memory")
-        others.remove(unknown)
-        if tainted & set(others) or any(set(p.axes) - {"t"} for p in others):
+        if unknown not in others or any(set(p.axes) - {"t"} for p in others if p is not unknown):
             raise NotChunkable("the gradient at every token is not a scalar times a read of the memory")
+        others.remove(unknown)
         term = b.expand(b.mul(b.const(number), b.product(others)), {"t"})
         slope = term if slope is None else b.add(slope, term)
     return slope, b.expand(rest, value.axes)
+
+
+def _linear(value: Node, unknown: Node) -> bool:
+    """Whether a value is a sum of terms, each of which holds the unknown once, under no function."""
+    if value is unknown:
+        return True
+    held = [a for a in value.args if unknown in depends_on([a], [unknown])]
+    alone = value.op in ("mul", "contract", "sum", "neg", "expand", "rename") and len(held) == 1
+    return (alone or value.op == "add") and all(_linear(a, unknown) for a in held)
 
 
 def writes(b: Builder, value: Node, memory: ChunkMemory, axis: str = "t") -> list[Write]:
