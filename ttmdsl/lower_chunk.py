@@ -21,12 +21,13 @@ import sympy
 
 from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
-from ttmdsl.chunk_memory import Band, ChunkMemory, Moment, Write, normalised, total
+from ttmdsl.chunk_memory import Band, ChunkMemory, Moment, Write, normalised
 from ttmdsl.functions import X, aggregate
 from ttmdsl.ir import PAST, TOKEN_AXES, Axes, Node, Program, addends, base_dim, depends_on, factors
 from ttmdsl.lower_expr import ExprLowering, NotChunkable, Value, matrix_axes
 from ttmdsl.lower_token import bind_tensors, inner_dim
 from ttmdsl.rule import Jacobian, PassRule, UpdateRule
+from ttmdsl.solve import Probe, Unknown, solve
 from ttmdsl.state import momentum_name, point_name
 
 
@@ -202,121 +203,19 @@ class _PassLowering:
     # -- gradient at the state just before each token -----------------------------------------------------------
 
     def _write_at_each_token(self, memories: dict[str, ChunkMemory], env: dict[str, Node], rate: Node) -> None:
-        b = self.lower.b
-        probes = {name: Probe(b, memory) for name, memory in memories.items()}
+        unknowns: list[Unknown] = []
+        probes = {name: Probe(self.lower.b, memory, unknowns) for name, memory in memories.items()}
         found = self._gradients(memories, {**env, **probes}, {**self.before, **probes}, rate)
-        reads = [(name, probe) for name, probe in probes.items() if probe.x is not None]
-        if not reads:
-            for name, memory in memories.items():
-                memory.writes += found[name]
-            return
-        if self.derived.delays:
+        if unknowns and self.derived.delays:
             raise NotChunkable("a window whose gradients read the memory at every token has no one read for each")
-        if len(memories) > 1:
-            raise NotChunkable("several memories whose gradients read each other at every token")
-        ((name, probe),) = reads
         moment: Moment = "retained" if self.pass_.optimizer.at == "retained" else "before"
-        memories[name].writes += solve(b, memories[name], probe, found[name], moment)
+        for name, made in (solve(self.lower.b, unknowns, found, moment) if unknowns else found).items():
+            memories[name].writes += made
 
 
 def _makes_unit_length(of: Jacobian) -> bool:
     """Whether a vector function is x / |x|."""
     return of.aggregates == (X**2,) and sympy.simplify(of.value - X / sympy.sqrt(aggregate(0))) == 0
-
-
-@dataclass
-class Probe:
-    """Stands for a memory at each token's own gradient point; its one read is an unknown that `solve` finds."""
-
-    b: Builder
-    memory: ChunkMemory
-    x: Node | None = None
-    over: str = ""
-    unknown: Node | None = None
-
-    def read(self, x: Node, over: str) -> Node:
-        if self.x is not None and (self.x is not x or self.over != over):
-            raise NotChunkable("the gradient at every token reads the memory through more than one vector")
-        self.x, self.over = x, over
-        self.unknown = self.b.leaf("saved", f"{self.memory.name} read", ("t", self.memory.other(over)))
-        return self.unknown
-
-
-def solve(b: Builder, memory: ChunkMemory, probe: Probe, found: list[Write], moment: Moment) -> list[Write]:
-    """Writes affine in the unknown read: the read follows from a triangular system over the chunk's tokens.
-
-    With writes l = c z + l' (z the unknown, c a scalar per token), z = P_0 x + sum_w scores_w l_w.
-    """
-    x, over, unknown = probe.x, probe.over, probe.unknown
-    assert x is not None
-    assert unknown is not None
-    if memory.channel not in ("", over):
-        raise NotChunkable("a decay per channel of the read makes one triangular system for every channel")
-    start = memory.read_start(x, over, moment)
-    known: list[Node] = [start]
-    open_: list[tuple[Write, Node, Node, Node]] = []  # writes that hold the unknown, their scores, slopes and rests
-    for w in found:
-        content, key = (w.left, w.right) if over == memory.columns else (w.right, w.left)
-        if w.frozen is not None or unknown in depends_on([key], [unknown]):
-            raise NotChunkable("the gradient at every token is not affine in the memory")
-        slope, rest = affine(b, content, unknown)
-        scores = memory.scores(key, x, over, moment)
-        if slope is None:
-            known.append(memory.mix(scores, rest, moment, over))
-        else:
-            open_.append((w, scores, slope, rest))
-    if not open_:
-        return found
-    if len(open_) == 1:
-        # for the one write that reads, l = c (P_0 x + sum of the others) + l' + c scores l, solved for l itself
-        ((w, scores, slope, rest),) = open_
-        target = b.add(b.mul(slope, total(b, known)), rest)
-        content = _triangular(b, b.mul(slope, scores), target)
-        solved = {w: b.label(content, "write")}
-    else:
-        system = total(b, [b.mul(scores, b.rename(slope, "t", "s")) for _, scores, slope, _ in open_])
-        target = total(b, [*known, *(memory.mix(scores, rest, moment, over) for _, scores, _, rest in open_)])
-        z = b.label(_triangular(b, system, target), f"{memory.name}_read")
-        solved = {w: b.add(b.mul(slope, z), rest) for w, _, slope, rest in open_}
-    return [
-        w if w not in solved else Write(solved[w], w.right) if over == memory.columns else Write(w.left, solved[w])
-        for w in found
-    ]
-
-
-def _triangular(b: Builder, system: Node, target: Node) -> Node:
-    """(I - system)^-1 target over the chunk's tokens, for a strictly lower system."""
-    inverse = b.label(b.tri_inv(b.mask(system, "strict")), "inverse")
-    return b.contract(inverse, b.rename(target, "t", "s"), {"s"})
-
-
-def affine(b: Builder, value: Node, unknown: Node) -> tuple[Node | None, Node]:
-    """value = slope * unknown + rest, with slope a scalar per token (None: value is free of the unknown)."""
-    slope: Node | None = None
-    rest = b.zero(value.axes)
-    tainted = depends_on([value], [unknown])
-    for number, parts in addends(value, lambda n: n not in tainted):
-        if not tainted & set(parts):
-            rest = b.add(rest, b.mul(b.const(number), b.product(parts)))
-            continue
-        others = list(parts)
-        if sum(p in tainted for p in parts) > 1 or not all(_linear(p, unknown) for p in parts if p in tainted):
-            raise NotChunkable("the gradient at every token is not affine in the memory")
-        if unknown not in others or any(set(p.axes) - {"t"} for p in others if p is not unknown):
-            raise NotChunkable("the gradient at every token is not a scalar times a read of the memory")
-        others.remove(unknown)
-        term = b.expand(b.mul(b.const(number), b.product(others)), {"t"})
-        slope = term if slope is None else b.add(slope, term)
-    return slope, b.expand(rest, value.axes)
-
-
-def _linear(value: Node, unknown: Node) -> bool:
-    """Whether a value is a sum of terms, each of which holds the unknown once, under no function."""
-    if value is unknown:
-        return True
-    held = [a for a in value.args if unknown in depends_on([a], [unknown])]
-    alone = value.op in ("mul", "contract", "sum", "neg", "expand", "rename") and len(held) == 1
-    return (alone or value.op == "add") and all(_linear(a, unknown) for a in held)
 
 
 def writes(b: Builder, value: Node, memory: ChunkMemory, axis: str = "t") -> list[Write]:
