@@ -29,6 +29,7 @@ def shipped(name: str, **consts: float) -> Lowered:
 
 PROJECTED = "the projection after every token needs the memory at every token"
 NOT_AFFINE = "the gradient at every token is not affine in the memory"
+TOO_MANY = "the gradient at every token writes more than 2 vectors that follow from the state"
 NOT_A_SCALAR = "the gradient at every token is not a scalar times a read of the memory"
 
 
@@ -80,6 +81,7 @@ def spec(*clauses: str) -> str:
 
 
 UNIT, AT_POINT = ["fn unit(s)[i] = s[i] / sqrt(sum(j, s[j]^2))"], "optimizer gd(rate = eta, batch = 8)"
+TWO = ["memory S[d_v, d_k], A[d_v, d_k]", "retention (alpha * S, alpha * A)", "read S @ q + A @ k"]
 GD, RETAINED = "optimizer gd(rate = eta)", "optimizer gd(rate = eta, at = retained)"
 
 
@@ -94,6 +96,13 @@ GD, RETAINED = "optimizer gd(rate = eta)", "optimizer gd(rate = eta, at = retain
          "sequential", NOT_A_SCALAR),
         (["bias 1/2 * |S @ k - v|^2 + 1/2 * <v, S @ k>^2", GD], "sequential", NOT_A_SCALAR),
         (["bias 1/2 * |S @ k - v|^2 + 1/3 * <v, S @ k>^3", GD], "sequential", NOT_AFFINE),
+        (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S @ q - v|^2", GD], "affine", ""),
+        (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S @ q - v|^2 + 1/2 * |S @ (k - q)|^2", GD], "sequential", TOO_MANY),
+        (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S^T @ v - k|^2", GD], "sequential", NOT_A_SCALAR),
+        ([*TWO, "bias 1/2 * |S @ k + A @ q - v|^2", GD], "affine", ""),
+        ([*TWO, "bias 1/2 * |S @ k - v|^2 - <A @ k, stop(S @ k)>", GD], "affine", ""),
+        ([*TWO, "bias 1/2 * |S @ k - v|^2 - <A @ k, stop(tanh(S @ k))>", GD], "sequential", NOT_AFFINE),
+        ([*TWO, "bias 1/2 * |S @ (A^T @ v) - v|^2", GD], "sequential", NOT_AFFINE),
         (["bias 1/3 * |S @ k - v|_3^3", GD], "sequential", NOT_AFFINE),
         (["bias 1/2 * |tanh(S @ k) - v|^2", GD], "sequential", NOT_AFFINE),
         (["bias 1/2 * |tanh(S @ k) - v|^2", "optimizer gd(rate = eta, batch = 8)"], "frozen", ""),

@@ -442,7 +442,7 @@ def test_explain_sums_over_the_window() -> None:
 def test_explain_says_why_there_is_no_chunk_form() -> None:
     source = Path(str(ttmdsl.load("omega_linear").__file__)).read_text(encoding="utf-8")
     assert "Recurrence sequential" in source
-    assert "through more than one vector" in " ".join(source.replace("#", "").split())
+    assert "writes more than 2 vectors that follow from the state" in " ".join(source.replace("#", "").split())
 
 
 def explained(layer: str, latex: bool = False) -> str:

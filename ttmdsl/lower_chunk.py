@@ -6,9 +6,9 @@ Inside a chunk a memory is known by its start, its decays and its writes, outer 
 times diagonal), and can be read through a vector (chunk_memory.py).
 
 Three of the five classes of recurrence are this form: writes that are free of the state; writes that are affine in a
-read of the state just before (solved by a triangular inverse); writes that depend on the state at a frozen point. But
-for the second, a window's gradients are each written once, spread over the tokens that the window reaches from there;
-so are those of the tokens before the chunk that it reaches from inside.
+read or two of the state just before (solved by triangular inverses, in solve.py); writes that depend on the state at a
+frozen point. But for the second, a window's gradients are each written once, spread over the tokens that the window
+reaches from there; so are those of the tokens before the chunk that it reaches from inside.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 Input: the memories of a chunk, and what a gradient step writes, affine in reads of these memories at each token.
 Output: the same writes, free of unknowns; or `NotChunkable`. Knows no layer, and not how a memory is read.
 
-With writes l = sum_j c_j z_j + l' (z the unknown reads, c_j numbers for every token), each read is
+With writes l_w = sum_j c_wj z_j + l'_w (z the unknown reads, c numbers for every token), each read is
 
-    z_i = P_0 x_i + sum_w scores_iw l_w = t_i + sum_j A_ij z_j,
+    z_j = P_0 x_j + sum_w scores_jw l_w,
 
-where A_ij is zero unless the token that reads comes after the one that wrote: I - A_ii has an inverse, and so has what
-is left of it as the other reads are eliminated.
+so that l_v = t_v + sum_w A_vw l_w, where A_vw is zero unless the token that reads comes after the one that wrote. Of
+what is written, I - A_vv has an inverse, and so has what is left of it as the others are eliminated; of a loss that is
+square in what it reads, such a part of the system grows no more than the whole. (A part that follows from one of two
+reads which an error holds may, so reads are solved for only where one of them is all there is.)
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, total
 from ttmdsl.ir import Node, addends, depends_on, is_zero
 from ttmdsl.lower_expr import NotChunkable
 
-# Systems of so many reads are solved at once: one of n takes about n^3 / 3 products of tokens by tokens.
-MOST_READS = 4
+# Systems of n vectors take about n^3 / 3 products of tokens by tokens: two vectors 0.6 of the sequential form's time,
+# four 1.5 times as much (measured: benchmarks/NOTES.md).
+MOST = 2
 
 _NOT_AFFINE = "the gradient at every token is not affine in the memory"
 _NOT_A_SCALAR = "the gradient at every token is not a scalar times a read of the memory"
@@ -61,13 +64,12 @@ class Probe:
 def solve(
     b: Builder, unknowns: Sequence[Unknown], found: Mapping[str, Sequence[Write]], moment: Moment
 ) -> dict[str, list[Write]]:
-    """The writes of each memory by its name, free of the unknowns."""
-    if len(unknowns) > MOST_READS:
-        raise NotChunkable(f"the gradient at every token reads the memory through more than {MOST_READS} vectors")
+    """The writes of each memory by its name, free of the unknowns. Raises NotChunkable where they are not affine in
+    these, or too many."""
     values = [u.value for u in unknowns]
-    parts: dict[tuple[Write, str], Parts] = {}
+    parts: dict[Node, Parts] = {}  # of what is written and holds unknowns
     known: list[list[Node]] = []
-    open_: list[list[tuple[Node, Parts]]] = []  # of each unknown the writes that hold some, with their scores
+    open_: list[list[tuple[Node, Node]]] = []  # of each unknown the writes that hold some: contents and scores
     for u in unknowns:
         if u.memory.channel not in ("", u.over):
             raise NotChunkable("a decay per channel of the read makes one triangular system for every channel")
@@ -75,29 +77,41 @@ def solve(
         open_.append([])
         for w in found[u.memory.name]:
             content, key = (w.left, w.right) if u.over == u.memory.columns else (w.right, w.left)
-            if w.frozen is not None or depends_on([key], values):
-                raise NotChunkable(_NOT_AFFINE)
-            if (w, u.over) not in parts:
-                parts[w, u.over] = affine(b, content, values)
-            part, scores = parts[w, u.over], u.memory.scores(key, u.x, u.over, moment)
+            if depends_on([key], values):
+                raise NotChunkable(_NOT_AFFINE if depends_on([content], values) else _NOT_A_SCALAR)
+            if w.frozen is not None:
+                raise NotChunkable(_NOT_A_SCALAR)
+            part = parts.get(content) or affine(b, content, values)
+            scores = u.memory.scores(key, u.x, u.over, moment)
             if part.slopes:
-                open_[-1].append((scores, part))
+                parts[content] = part
+                open_[-1].append((content, scores))
             else:
                 known[-1].append(u.memory.mix(scores, part.rest, moment, u.over))
-    holding = [w for writes in found.values() for w in writes if depends_on([w.left, w.right], values)]
-    if len(unknowns) == len(holding) == len(open_[0]) == 1:
-        # for the one write that reads, l = c (P_0 x + sum of the others) + l' + c scores l, solved for l itself
-        ((scores, part),) = open_[0]
-        (slope,) = part.slopes.values()
-        target = b.add(b.mul(slope, total(b, known[0])), part.rest)
-        content = b.label(_applied(b, _inverse(b, b.mul(slope, scores)), target), "write")
-        return {name: [_with(w, values, content) for w in writes] for name, writes in found.items()}
-    for u, others, targets in zip(unknowns, open_, known, strict=True):
-        targets += [u.memory.mix(scores, part.rest, moment, u.over) for scores, part in others]
-    systems = [[_system(b, others, value) for value in values] for others in open_]
-    reads = dict(zip(values, _eliminated(b, systems, [total(b, targets) for targets in known]), strict=True))
-    for u in unknowns:
-        b.label(reads[u.value], f"{u.memory.name}_read")
+    reads: dict[Node, Node] = {}
+    if len(unknowns) == 1 and len(open_[0]) > 1:
+        (u,), (others,), (rests,) = unknowns, open_, known
+        slopes = [b.rename(parts[content].slopes[u.value], "t", "s") for content, _ in others]
+        system = total(b, [b.mul(scores, slope) for (_, scores), slope in zip(others, slopes, strict=True)])
+        rests += [u.memory.mix(scores, parts[content].rest, moment, u.over) for content, scores in others]
+        reads[u.value] = b.label(_applied(b, _inverse(b, system), total(b, rests)), f"{u.memory.name}_read")
+        written = {content: part.at(b, reads) for content, part in parts.items()}
+    elif len(parts) > MOST:
+        raise NotChunkable(f"the gradient at every token writes more than {MOST} vectors that follow from the state")
+    else:
+        systems = [[_system(b, part, content, values, open_) for content in parts] for part in parts.values()]
+        starts = {u.value: total(b, rests) for u, rests in zip(unknowns, known, strict=True)}
+        written = dict(zip(parts, _eliminated(b, systems, [p.at(b, starts) for p in parts.values()]), strict=True))
+        for n in written.values():
+            b.label(n, "write")
+
+    def read(u: Unknown) -> Node:
+        """What a read gives, for memories that nothing is read of."""
+        if u.value not in reads:
+            i = unknowns.index(u)
+            mixed = [u.memory.mix(scores, written[content], moment, u.over) for content, scores in open_[i]]
+            reads[u.value] = b.label(total(b, [*known[i], *mixed]), f"{u.memory.name}_read")
+        return reads[u.value]
 
     def solved(w: Write) -> Write:
         held = [n for n in (w.left, w.right) if depends_on([n], values)]
@@ -105,16 +119,13 @@ def solve(
             return w
         if len(held) > 1 or w.frozen is not None:
             raise NotChunkable(_NOT_AFFINE)
-        part = affine(b, held[0], values)
-        return _with(w, values, total(b, [*(b.mul(c, reads[z]) for z, c in part.slopes.items()), part.rest]))
+        (n,) = held
+        if n not in written:
+            part = affine(b, n, values)
+            written[n] = part.at(b, {u.value: read(u) for u in unknowns if u.value in part.slopes})
+        return Write(written.get(w.left, w.left), written.get(w.right, w.right))
 
     return {name: [solved(w) for w in writes] for name, writes in found.items()}
-
-
-def _with(w: Write, values: Sequence[Node], content: Node) -> Write:
-    """The write with that in place of what holds unknowns."""
-    left, right = (bool(depends_on([n], values)) for n in (w.left, w.right))
-    return Write(content if left else w.left, content if right else w.right) if left or right else w
 
 
 # ---- what holds unknowns --------------------------------------------------------------------------------------------
@@ -126,6 +137,10 @@ class Parts:
 
     slopes: Mapping[Node, Node]
     rest: Node
+
+    def at(self, b: Builder, reads: Mapping[Node, Node]) -> Node:
+        """The value where the unknowns are these."""
+        return total(b, [*(b.mul(slope, reads[z]) for z, slope in self.slopes.items()), self.rest])
 
 
 def affine(b: Builder, value: Node, unknowns: Sequence[Node]) -> Parts:
@@ -161,15 +176,20 @@ def _linear(value: Node, unknowns: Container[Node], tainted: Container[Node]) ->
 # ---- triangular systems ---------------------------------------------------------------------------------------------
 
 
-def _system(b: Builder, writes: Sequence[tuple[Node, Parts]], unknown: Node) -> Node:
-    """A_ij: how much of an unknown at s a read at t is, by way of these writes."""
-    slopes = ((scores, part.slopes.get(unknown)) for scores, part in writes)
-    terms = [b.mul(scores, b.rename(slope, "t", "s")) for scores, slope in slopes if slope is not None]
-    return total(b, terms) if terms else b.zero({"t", "s"})
+def _system(
+    b: Builder, part: Parts, content: Node, values: Sequence[Node], open_: Sequence[Sequence[tuple[Node, Node]]]
+) -> Node:
+    """A_vw: how much of what w wrote at s is in what v writes at t, by way of all that it reads."""
+    found = []
+    for value, others in zip(values, open_, strict=True):
+        scores = [n for of, n in others if of is content]
+        if scores and value in part.slopes:
+            found.append(b.mul(part.slopes[value], total(b, scores)))
+    return total(b, found) if found else b.zero({"t", "s"})
 
 
 def _eliminated(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence[Node]) -> list[Node]:
-    """The z of z_i = t_i + sum_j A_ij z_j, one after the other: what follows z_i has A_ji (I - A_ii)^-1 of its row."""
+    """The l of l_i = t_i + sum_j A_ij l_j, one after the other: what follows l_i has A_ji (I - A_ii)^-1 of its row."""
     rows, rest = [[*row] for row in systems], [*targets]
     inverses = []
     for i in range(len(rest)):
@@ -181,11 +201,11 @@ def _eliminated(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence
             rest[j] = b.add(rest[j], _applied(b, step, rest[i]))
             for k in range(i + 1, len(rest)):
                 rows[j][k] = b.add(rows[j][k], _chained(b, step, rows[i][k]))
-    reads: dict[int, Node] = {}
+    found: dict[int, Node] = {}
     for i in reversed(range(len(rest))):
-        others = [_applied(b, rows[i][k], z) for k, z in reads.items() if not is_zero(rows[i][k])]
-        reads[i] = _applied(b, inverses[i], total(b, [rest[i], *others]))
-    return [reads[i] for i in range(len(rest))]
+        others = [_applied(b, rows[i][k], n) for k, n in found.items() if not is_zero(rows[i][k])]
+        found[i] = _applied(b, inverses[i], total(b, [rest[i], *others]))
+    return [found[i] for i in range(len(rest))]
 
 
 def _inverse(b: Builder, system: Node) -> Node:

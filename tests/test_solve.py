@@ -1,0 +1,82 @@
+"""Gradients that read memories at every token, in whole specs that nobody wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_lower import lowered
+
+import ttmdsl
+from ttmdsl.drawing import Shape
+from ttmdsl.parity import parity
+from ttmdsl.solve import MOST
+
+SHAPES = (
+    Shape("T=70", tokens=70, heads=2, dims=(5, 3)),
+    Shape("T=21, cut at 9", batch=2, tokens=21, dims=(4, 6), cuts=(9,)),
+)
+VECTORS = ("k", "l", "k - l")
+
+Reads = Sequence[tuple[str, str]]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[str, int]:
+    """A layer whose bias has one or two l2 errors, each of one read or of the sum of two; and how many vectors it
+    writes, each of them what is written along the keys of the same errors."""
+    memories = draw(st.sampled_from([["S"], ["S", "A"]]))
+    read = st.tuples(st.sampled_from(memories), st.sampled_from(VECTORS))
+    errors: list[Reads] = draw(st.lists(st.lists(read, min_size=1, max_size=2, unique=True), min_size=1, max_size=2))
+    terms = [
+        f"{weight}/2 * |{' + '.join(f'{m} @ ({x})' for m, x in reads)} - {target}|^2"
+        for reads, weight, target in zip(errors, ("1", "eta"), ("v", "w"), strict=False)
+    ]
+    used = {m for reads in errors for m, _ in reads}
+    dotted = "".join(f" - <{m} @ q, w>" for m in memories if m not in used or draw(st.booleans()))
+    kinds = ["gd(rate = eta)", "gd(rate = eta, at = retained)", "momentum(decay = theta, rate = eta)"]
+    optimizer = draw(st.sampled_from(kinds))
+    channel = "" if "momentum" in optimizer else draw(st.sampled_from(["", "[d_k]"]))
+    kept = ", ".join(f"alpha * {m}" for m in memories)
+    text = f"""
+layer Drawn {{
+  dim d_k, d_v
+  input q[d_k], k[d_k], l[d_k], v[d_v], w[d_v]
+  gate alpha{channel}: decay, theta: decay, eta: unit
+  memory {", ".join(f"{m}[d_v, d_k]" for m in memories)}
+  bias {" + ".join(terms)}{dotted}
+  retention {kept if len(memories) == 1 else f"({kept})"}
+  optimizer {optimizer}
+  read {" + ".join(f"{m} @ q" for m in memories)}
+}}"""
+    return text, len({tuple(r in reads for reads in errors) for reads in errors for r in reads})
+
+
+def misses(text: str, backend: str, dtype: str) -> list[str]:
+    torch.set_num_threads(1)
+    rows = parity(ttmdsl.compile(text), dtypes=[getattr(torch, dtype)], shapes=SHAPES, backends=[backend])
+    assert rows
+    return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(layers())
+def test_torch_is_the_reference(drawn: tuple[str, int]) -> None:
+    text, written = drawn
+    assert (lowered(text).recurrence == "affine") == (written <= MOST)
+    assert misses(text, "torch", "float64") == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_are_the_reference(dtype: str, interpreter: ProcessPoolExecutor) -> None:
+    """Two memories, each read through a vector of its own, under momentum."""
+    text = (
+        "layer L { dim d_k, d_v input q[d_k], k[d_k], l[d_k], v[d_v] gate alpha: decay, theta: decay, eta: unit"
+        " memory S[d_v, d_k], A[d_v, d_k] bias 1/2 * |S @ k + A @ l - v|^2 retention (alpha * S, alpha * A)"
+        " optimizer momentum(decay = theta, rate = eta) read S @ q + A @ q }"
+    )
+    assert interpreter.submit(misses, text, "triton", dtype).result() == []
