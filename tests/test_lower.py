@@ -30,6 +30,7 @@ def shipped(name: str, **consts: float) -> Lowered:
 PROJECTED = "the projection after every token needs the memory at every token"
 NOT_AFFINE = "the gradient at every token is not affine in the memory"
 TOO_MANY = "the gradient at every token writes more than 2 vectors that follow from the state"
+OTHERS = "what the gradient at every token writes is read through other vectors than it is written along"
 NOT_A_SCALAR = "the gradient at every token is not a scalar times a read of the memory"
 
 
@@ -99,6 +100,8 @@ GD, RETAINED = "optimizer gd(rate = eta)", "optimizer gd(rate = eta, at = retain
         (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S @ q - v|^2", GD], "affine", ""),
         (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S @ q - v|^2 + 1/2 * |S @ (k - q)|^2", GD], "sequential", TOO_MANY),
         (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S^T @ v - k|^2", GD], "sequential", NOT_A_SCALAR),
+        (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S @ k + S @ q - v|^2", GD], "sequential", OTHERS),
+        (["bias 1/2 * |S @ k - v|^2 + 1/2 * |S @ (eta * q) - v|^2", GD], "affine", ""),
         ([*TWO, "bias 1/2 * |S @ k + A @ q - v|^2", GD], "affine", ""),
         ([*TWO, "bias 1/2 * |S @ k - v|^2 - <A @ k, stop(S @ k)>", GD], "affine", ""),
         ([*TWO, "bias 1/2 * |S @ k - v|^2 - <A @ k, stop(tanh(S @ k))>", GD], "sequential", NOT_AFFINE),

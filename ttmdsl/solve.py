@@ -7,10 +7,10 @@ With writes l_w = sum_j c_wj z_j + l'_w (z the unknown reads, c numbers for ever
 
     z_j = P_0 x_j + sum_w scores_jw l_w,
 
-so that l_v = t_v + sum_w A_vw l_w, where A_vw is zero unless the token that reads comes after the one that wrote. Of
-what is written, I - A_vv has an inverse, and so has what is left of it as the others are eliminated; of a loss that is
-square in what it reads, such a part of the system grows no more than the whole. (A part that follows from one of two
-reads which an error holds may, so reads are solved for only where one of them is all there is.)
+so that l_v = t_v + sum_w A_vw l_w, where A_vw is zero unless the token that reads comes after the one that wrote: of
+one such vector I - A_vv has an inverse, and of several so has what is left of it as they are eliminated. A part of a
+system may grow from token to token where the whole does not. It does not where each vector is written along what it is
+read through, as errors of an l2 loss are: then A_vv is as that error's alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
 from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, total
-from ttmdsl.ir import Node, addends, depends_on, is_zero
+from ttmdsl.ir import Node, addends, depends_on, factors, is_zero
 from ttmdsl.lower_expr import NotChunkable
 
 # Systems of n vectors take about n^3 / 3 products of tokens by tokens: two vectors 0.6 of the sequential form's time,
@@ -98,6 +98,10 @@ def solve(
         written = {content: part.at(b, reads) for content, part in parts.items()}
     elif len(parts) > MOST:
         raise NotChunkable(f"the gradient at every token writes more than {MOST} vectors that follow from the state")
+    elif len(parts) > 1 and not all(_along_what_it_reads(b, *part, unknowns, found) for part in parts.items()):
+        raise NotChunkable(
+            "what the gradient at every token writes is read through other vectors than it is written along"
+        )
     else:
         systems = [[_system(b, part, content, values, open_) for content in parts] for part in parts.values()]
         starts = {u.value: total(b, rests) for u, rests in zip(unknowns, known, strict=True)}
@@ -148,9 +152,9 @@ def affine(b: Builder, value: Node, unknowns: Sequence[Node]) -> Parts:
     slopes: dict[Node, Node] = {}
     rest = b.zero(value.axes)
     tainted = depends_on([value], unknowns)
-    for number, factors in addends(value, lambda n: n not in tainted):
-        held = [p for p in factors if p in tainted]
-        others = [p for p in factors if p not in tainted]
+    for number, product in addends(value, lambda n: n not in tainted):
+        held = [p for p in product if p in tainted]
+        others = [p for p in product if p not in tainted]
         if not held:
             rest = b.add(rest, b.mul(b.const(number), b.product(others)))
             continue
@@ -171,6 +175,24 @@ def _linear(value: Node, unknowns: Container[Node], tainted: Container[Node]) ->
     held = [a for a in value.args if a in tainted]
     alone = value.op in ("mul", "contract", "sum", "neg", "expand", "rename") and len(held) == 1
     return (alone or value.op == "add") and all(_linear(a, unknowns, tainted) for a in held)
+
+
+def _along_what_it_reads(
+    b: Builder, content: Node, part: Parts, unknowns: Sequence[Unknown], found: Mapping[str, Sequence[Write]]
+) -> bool:
+    """Whether memories have this content along the vectors that it reads them through, but for numbers."""
+
+    def direction(x: Node) -> Node:
+        return b.product(f for f in factors(x.args[0] if x.op == "neg" else x) if set(f.axes) - {"t"})
+
+    along = {
+        (name, w.right if w.left is content else w.left)
+        for name, writes in found.items()
+        for w in writes
+        if content in (w.left, w.right)
+    }
+    read = {(u.memory.name, direction(u.x)) for u in unknowns if u.value in part.slopes}
+    return {(name, direction(x)) for name, x in along} == read
 
 
 # ---- triangular systems ---------------------------------------------------------------------------------------------
