@@ -5,8 +5,8 @@ Input: `UpdateRule`. Output: `Program` with unit "chunk", or `NotChunkable` with
 Inside a chunk a memory is known by its start, its decays and its writes, outer products l_s r_s^T (or frozen matrix
 times diagonal), and can be read through a vector (chunk_memory.py).
 
-Three of the five classes of recurrence are this form: writes that are free of the state; writes that are affine in a
-read or two of the state just before (solved by triangular inverses, in solve.py); writes that depend on the state at a
+Three of the five classes of recurrence are this form: writes that are free of the state; writes that are affine in
+reads of the state just before (solved by triangular inverses, in solve.py); writes that depend on the state at a
 frozen point. But for the second, a window's gradients are each written once, spread over the tokens that the window
 reaches from there; so are those of the tokens before the chunk that it reaches from inside.
 """
