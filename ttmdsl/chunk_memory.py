@@ -111,13 +111,12 @@ class ChunkMemory:
         if band is not None and self.log_momentum_decay is None:
             return self._banded(band)
         if band is not None:
-            each = b.rename(self.weights(moment), "s", "u")
-            return b.label(b.contract(each, b.rename(self._spread(band), "t", "u"), {"u"}), "weights")
+            return b.label(chained(b, self.weights(moment), self._spread(band)), "weights")
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
         if self.log_momentum_decay is None:
             return b.label(b.map("exp2", b.mask(gap, _kept(moment), float("-inf"))), "weights")
         pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
-        return b.label(b.contract(b.rename(pushes, "s", "u"), b.rename(self._impulses(), "t", "u"), {"u"}), "weights")
+        return b.label(chained(b, pushes, self._impulses()), "weights")
 
     def _spread(self, band: Band) -> Node:
         """spread[t, s]: how often t adds what s writes."""
@@ -296,6 +295,11 @@ class ChunkMemory:
 def total(b: Builder, parts: list[Node]) -> Node:
     """The sum of several values."""
     return functools.reduce(b.add, parts)
+
+
+def chained(b: Builder, first: Node, second: Node) -> Node:
+    """The product of two matrices of tokens by tokens."""
+    return b.contract(b.rename(first, "s", "u"), b.rename(second, "t", "u"), {"u"})
 
 
 def normalised(memory: ChunkMemory, over: str) -> ChunkMemory:

@@ -19,7 +19,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from ttmdsl.builder import Builder
-from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, total
+from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, chained, total
 from ttmdsl.ir import Node, addends, depends_on, factors, is_zero
 from ttmdsl.lower_expr import NotChunkable
 
@@ -68,33 +68,14 @@ def solve(
     these, or too many."""
     values = [u.value for u in unknowns]
     parts: dict[Node, Parts] = {}  # of what is written and holds unknowns
-    known: list[list[Node]] = []
-    open_: list[list[tuple[Node, Node]]] = []  # of each unknown the writes that hold some: contents and scores
-    for u in unknowns:
-        if u.memory.channel not in ("", u.over):
-            raise NotChunkable("a decay per channel of the read makes one triangular system for every channel")
-        known.append([u.memory.read_start(u.x, u.over, moment)])
-        open_.append([])
-        for w in found[u.memory.name]:
-            content, key = (w.left, w.right) if u.over == u.memory.columns else (w.right, w.left)
-            if depends_on([key], values):
-                raise NotChunkable(_NOT_AFFINE if depends_on([content], values) else _NOT_A_SCALAR)
-            if w.frozen is not None:
-                raise NotChunkable(_NOT_A_SCALAR)
-            part = parts.get(content) or affine(b, content, values)
-            scores = u.memory.scores(key, u.x, u.over, moment)
-            if part.slopes:
-                parts[content] = part
-                open_[-1].append((content, scores))
-            else:
-                known[-1].append(u.memory.mix(scores, part.rest, moment, u.over))
+    equations = {u.value: _equation(b, u, values, found[u.memory.name], moment, parts) for u in unknowns}
     reads: dict[Node, Node] = {}
-    if len(unknowns) == 1 and len(open_[0]) > 1:
-        (u,), (others,), (rests,) = unknowns, open_, known
-        slopes = [b.rename(parts[content].slopes[u.value], "t", "s") for content, _ in others]
-        system = total(b, [b.mul(scores, slope) for (_, scores), slope in zip(others, slopes, strict=True)])
-        rests += [u.memory.mix(scores, parts[content].rest, moment, u.over) for content, scores in others]
-        reads[u.value] = b.label(_applied(b, _inverse(b, system), total(b, rests)), f"{u.memory.name}_read")
+    (z, equation), *others = equations.items()
+    if len(equation.writes) > 1 and not others:
+        slopes = [(scores, b.rename(parts[content].slopes[z], "t", "s")) for content, scores in equation.writes]
+        target = equation.at(b, {content: part.rest for content, part in parts.items()})
+        system = total(b, [b.mul(scores, slope) for scores, slope in slopes])
+        reads[z] = b.label(_applied(b, _inverse(b, system), target), f"{unknowns[0].memory.name}_read")
         written = {content: part.at(b, reads) for content, part in parts.items()}
     elif len(parts) > MOST:
         raise NotChunkable(f"the gradient at every token writes more than {MOST} vectors that follow from the state")
@@ -103,19 +84,11 @@ def solve(
             "what the gradient at every token writes is read through other vectors than it is written along"
         )
     else:
-        systems = [[_system(b, part, content, values, open_) for content in parts] for part in parts.values()]
-        starts = {u.value: total(b, rests) for u, rests in zip(unknowns, known, strict=True)}
+        systems = [[_system(b, part, content, equations) for content in parts] for part in parts.values()]
+        starts = {z: total(b, equation.known) for z, equation in equations.items()}
         written = dict(zip(parts, _eliminated(b, systems, [p.at(b, starts) for p in parts.values()]), strict=True))
         for n in written.values():
             b.label(n, "write")
-
-    def read(u: Unknown) -> Node:
-        """What a read gives, for memories that nothing is read of."""
-        if u.value not in reads:
-            i = unknowns.index(u)
-            mixed = [u.memory.mix(scores, written[content], moment, u.over) for content, scores in open_[i]]
-            reads[u.value] = b.label(total(b, [*known[i], *mixed]), f"{u.memory.name}_read")
-        return reads[u.value]
 
     def solved(w: Write) -> Write:
         held = [n for n in (w.left, w.right) if depends_on([n], values)]
@@ -124,12 +97,52 @@ def solve(
         if len(held) > 1 or w.frozen is not None:
             raise NotChunkable(_NOT_AFFINE)
         (n,) = held
-        if n not in written:
+        if n not in written:  # of a memory that nothing is read of
             part = affine(b, n, values)
-            written[n] = part.at(b, {u.value: read(u) for u in unknowns if u.value in part.slopes})
+            reads.update({z: equations[z].at(b, written) for z in part.slopes if z not in reads})
+            written[n] = part.at(b, reads)
         return Write(written.get(w.left, w.left), written.get(w.right, w.right))
 
     return {name: [solved(w) for w in writes] for name, writes in found.items()}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An unknown read: what is `known` of it, and the `writes` that hold unknowns, each with how much of it is read."""
+
+    unknown: Unknown
+    moment: Moment
+    known: list[Node]
+    writes: list[tuple[Node, Node]]
+
+    def at(self, b: Builder, contents: Mapping[Node, Node]) -> Node:
+        """The read where these are written in place of what holds unknowns."""
+        memory, over = self.unknown.memory, self.unknown.over
+        mixed = [memory.mix(scores, contents[content], self.moment, over) for content, scores in self.writes]
+        return total(b, [*self.known, *mixed])
+
+
+def _equation(
+    b: Builder, u: Unknown, values: Sequence[Node], writes: Sequence[Write], moment: Moment, parts: dict[Node, Parts]
+) -> Equation:
+    """An unknown's, of the writes of its memory; adds what is written and holds unknowns to the `parts`."""
+    if u.memory.channel not in ("", u.over):
+        raise NotChunkable("a decay per channel of the read makes one triangular system for every channel")
+    found = Equation(u, moment, [u.memory.read_start(u.x, u.over, moment)], [])
+    for w in writes:
+        content, key = (w.left, w.right) if u.over == u.memory.columns else (w.right, w.left)
+        if depends_on([key], values):
+            raise NotChunkable(_NOT_AFFINE if depends_on([content], values) else _NOT_A_SCALAR)
+        if w.frozen is not None:
+            raise NotChunkable(_NOT_A_SCALAR)
+        part = parts.get(content) or affine(b, content, values)
+        scores = u.memory.scores(key, u.x, u.over, moment)
+        if part.slopes:
+            parts[content] = part
+            found.writes.append((content, scores))
+        else:
+            found.known.append(u.memory.mix(scores, part.rest, moment, u.over))
+    return found
 
 
 # ---- what holds unknowns --------------------------------------------------------------------------------------------
@@ -198,15 +211,13 @@ def _along_what_it_reads(
 # ---- triangular systems ---------------------------------------------------------------------------------------------
 
 
-def _system(
-    b: Builder, part: Parts, content: Node, values: Sequence[Node], open_: Sequence[Sequence[tuple[Node, Node]]]
-) -> Node:
+def _system(b: Builder, part: Parts, content: Node, equations: Mapping[Node, Equation]) -> Node:
     """A_vw: how much of what w wrote at s is in what v writes at t, by way of all that it reads."""
     found = []
-    for value, others in zip(values, open_, strict=True):
-        scores = [n for of, n in others if of is content]
-        if scores and value in part.slopes:
-            found.append(b.mul(part.slopes[value], total(b, scores)))
+    for z, equation in equations.items():
+        scores = [n for of, n in equation.writes if of is content]
+        if scores and z in part.slopes:
+            found.append(b.mul(part.slopes[z], total(b, scores)))
     return total(b, found) if found else b.zero({"t", "s"})
 
 
@@ -219,10 +230,10 @@ def _eliminated(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence
         for j in range(i + 1, len(rest)):
             if is_zero(rows[j][i]):
                 continue
-            step = _chained(b, rows[j][i], inverses[i])
+            step = chained(b, rows[j][i], inverses[i])
             rest[j] = b.add(rest[j], _applied(b, step, rest[i]))
             for k in range(i + 1, len(rest)):
-                rows[j][k] = b.add(rows[j][k], _chained(b, step, rows[i][k]))
+                rows[j][k] = b.add(rows[j][k], chained(b, step, rows[i][k]))
     found: dict[int, Node] = {}
     for i in reversed(range(len(rest))):
         others = [_applied(b, rows[i][k], n) for k, n in found.items() if not is_zero(rows[i][k])]
@@ -237,8 +248,3 @@ def _inverse(b: Builder, system: Node) -> Node:
 
 def _applied(b: Builder, matrix: Node, x: Node) -> Node:
     return b.contract(matrix, b.rename(x, "t", "s"), {"s"})
-
-
-def _chained(b: Builder, first: Node, second: Node) -> Node:
-    """The product of two matrices of tokens by tokens."""
-    return b.contract(b.rename(first, "s", "u"), b.rename(second, "t", "u"), {"u"})
