@@ -129,6 +129,8 @@ class Interpreter:
                 return args[0].flip(dim).cumsum(dim).flip(dim) if node.attr[1] else args[0].cumsum(dim)
             case "tri_inv":
                 return torch.linalg.inv(torch.eye(self.sizes["t"], dtype=torch.float64) - args[0])
+            case "implicit":
+                return args[0].detach() + args[1] - args[1].detach()
             case "newton_schulz":
                 return self._newton_schulz(node, args[0])
             case "newton_schulz_back":

@@ -11,7 +11,7 @@ from test_lower import shipped
 from torch import Tensor
 
 from ttmdsl.builder import Builder
-from ttmdsl.differentiate import DIFFERENTIABLE, RULES, differentiate, gradients
+from ttmdsl.differentiate import DIFFERENTIABLE, RULES, differentiate, gradients, values_alone
 from ttmdsl.ir import PAST, Node, Program, constant, reachable, verify
 from ttmdsl.lower import Form
 
@@ -93,6 +93,7 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "cumsum": lambda n, b: b.cumsum(n.x),
     "cumsum backwards": lambda n, b: b.cumsum(n.x, reverse=True),
     "newton_schulz": lambda n, b: b.make("newton_schulz", (n.S,), n.S.axes, "j", 3),
+    "implicit": lambda n, b: b.implicit(b.map("tanh", n.x), b.mul(n.x, n.y)),
     "tri_inv": lambda n, b: b.tri_inv(b.mask(n.pairs(n.x, n.y), "strict")),
     "tri_inv of solves": lambda n, b: b.add(solve(n, b, n.x), b.mul(n.g, b.neg(solve(n, b, n.y)))),
     "tri_inv of a solve and a sum": lambda n, b: b.add(
@@ -157,14 +158,19 @@ def compare(forward: Program, seed: int = 0) -> None:
         )
 
 
-def test_the_gradient_of_a_solve_is_one_outer_product() -> None:
+def test_what_is_done_has_values_alone() -> None:
     inputs = Inputs()
     b = inputs.b
-    backward = differentiate(Program("chunk", DIMS, b, {"y": solve(inputs, b, inputs.x)}))
-    products = [n for n in backward.nodes if n.op == "contract" and set(n.reduced) & {"t", "s", "u"}]
-    between = [n for n in products if all(len(a.axes) == 2 and set(a.axes) <= {"t", "s", "u"} for a in n.args)]
-    assert products
-    assert not between  # the inverse meets vectors alone
+    y = b.label(b.implicit(b.map("tanh", inputs.x), b.mul(inputs.x, inputs.y)), "y")
+    forward = Program("chunk", DIMS, b, {"y": b.mul(y, inputs.y)})
+    compare(forward)
+    for program in (forward, differentiate(forward)):
+        done = values_alone(program)
+        assert "implicit" not in {n.op for n in done.nodes}
+        assert done.outputs.keys() == program.outputs.keys()
+    value = values_alone(forward).outputs["y"]
+    assert value is b.mul(b.map("tanh", inputs.x), inputs.y)
+    assert b.labels[b.map("tanh", inputs.x)] == "y"
 
 
 def test_the_interpreters_own_gradients_are_right() -> None:

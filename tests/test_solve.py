@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_lower import lowered
+from test_lower import lowered, shipped
 
 import ttmdsl
 from ttmdsl.drawing import Shape
+from ttmdsl.ir import UNIT_AXES, depends_on
+from ttmdsl.lower import Lowered
 from ttmdsl.parity import parity
 
 SHAPES = (
@@ -63,6 +65,27 @@ def misses(text: str, backend: str, dtype: str) -> list[str]:
     return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok]
 
 
+TWO_MEMORIES = (
+    "layer L { dim d_k, d_v input q[d_k], k[d_k], l[d_k], v[d_v] gate alpha: decay, theta: decay, eta: unit"
+    " memory S[d_v, d_k], A[d_v, d_k] bias 1/2 * |S @ k + A @ l - v|^2 retention (alpha * S, alpha * A)"
+    " optimizer momentum(decay = theta, rate = eta) read S @ q + A @ q }"
+)
+
+
+@pytest.mark.parametrize("spec", [shipped("delta_net"), shipped("omega_linear", c=2), lowered(TWO_MEMORIES)])
+def test_cotangents_meet_inverses_by_vectors_alone(spec: Lowered) -> None:
+    """However a system was solved, its cotangents are products of vectors: none of two matrices of tokens by tokens."""
+    chunk = spec.chunk
+    assert chunk
+    assert "implicit" not in {n.op for p in (chunk.forward, chunk.backward) for n in p.nodes}
+    cotangents = depends_on(chunk.backward.nodes, [n for n in chunk.backward.leaves() if n.role in ("cot", "cocarry")])
+    solved = [n for n in chunk.backward.nodes if n.op == "tri_inv"]
+    inverses = {*solved, *(n for n in chunk.backward.nodes if n.op == "rename" and n.args[0] in solved)}
+    met = [n for n in chunk.backward.nodes if n in cotangents and n.op == "contract" and inverses & {*n.args}]
+    assert met
+    assert all(set(n.axes) - {*UNIT_AXES} for n in met)
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(layers())
 def test_torch_is_the_reference(drawn: tuple[str, bool]) -> None:
@@ -74,9 +97,4 @@ def test_torch_is_the_reference(drawn: tuple[str, bool]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_are_the_reference(dtype: str, interpreter: ProcessPoolExecutor) -> None:
     """Two memories, each read through a vector of its own, under momentum."""
-    text = (
-        "layer L { dim d_k, d_v input q[d_k], k[d_k], l[d_k], v[d_v] gate alpha: decay, theta: decay, eta: unit"
-        " memory S[d_v, d_k], A[d_v, d_k] bias 1/2 * |S @ k + A @ l - v|^2 retention (alpha * S, alpha * A)"
-        " optimizer momentum(decay = theta, rate = eta) read S @ q + A @ q }"
-    )
-    assert interpreter.submit(misses, text, "triton", dtype).result() == []
+    assert interpreter.submit(misses, TWO_MEMORIES, "triton", dtype).result() == []

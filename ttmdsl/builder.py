@@ -243,6 +243,10 @@ class Builder:
     def tri_inv(self, n: Node) -> Node:
         return self.make("tri_inv", (n,), n.axes)
 
+    def implicit(self, x: Node, y: Node) -> Node:
+        """x, with the derivative of y: of a constant, none."""
+        return self.make("implicit", (x, y), x.axes)
+
     def decay_dot(self, q: Node, k: Node, gq: Node, gk: Node, kind: str, axis: str) -> Node:
         if is_zero(q) or is_zero(k):
             return self.zero(("t", "s"))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import TOKEN_AXES, Node, Program, addends, depends_on, factors, is_product, reachable
+from ttmdsl.ir import Node, Program, depends_on, reachable
 
 Contribution: TypeAlias = tuple[Node, Node]
 Rule: TypeAlias = Callable[[Builder, Node, Node], Iterator[Contribution]]
@@ -101,36 +101,14 @@ def _cumsum(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
 
 
 def _tri_inv(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
-    # Y = (I - N)^-1 gives dN = Y^T dY Y^T; of what Y is multiplied with, dY = u v^T, (Y^T u) (Y v)^T: both are known
-    rest, result = b.zero(n.axes), b.zero(n.axes)
-    for sign, (term,) in addends(d, lambda x: x.op not in ("add", "neg")):
-        outer = _outer(b, term)
-        if outer is None:
-            rest = b.add(rest, b.mul(b.const(sign), term))
-        else:
-            u, v, over = outer
-            left, right = b.contract(n, u, {"t"}), b.contract(n, v, {"s"})
-            product = b.contract(b.rename(left, "s", "t"), b.rename(right, "t", "s"), {over})
-            result = b.add(result, b.mul(b.const(sign), product))
-    left = b.contract(b.rename(n, "s", "u"), rest, {"t"})  # [row u, s] = sum_t Y[t, u] dY[t, s]
+    # Y = (I - N)^-1 gives dN = Y^T dY Y^T
+    left = b.contract(b.rename(n, "s", "u"), d, {"t"})  # [row u, s] = sum_t Y[t, u] dY[t, s]
     both = b.contract(left, n, {"s"})  # [row u, column t] = sum_s left[u, s] Y[t, s]
-    yield n.args[0], b.mask(b.add(result, b.rename(b.rename(both, "t", "s"), "u", "t")), "strict")
+    yield n.args[0], b.mask(b.rename(b.rename(both, "t", "s"), "u", "t"), "strict")
 
 
-def _outer(b: Builder, d: Node) -> tuple[Node, Node, str] | None:
-    """u [t, x], v [s, x] and x of a sum over x of their products, one number per token apart; None of anything else."""
-    parts = factors(d)
-    products = [f for f in parts if is_product(f)]
-    scales = [f for f in parts if f not in products]
-    if len(products) != 1 or len(products[0].reduced) != 1 or any(len(f.axes) > 1 for f in scales):
-        return None
-    (over,) = products[0].reduced
-    u, v = sorted(products[0].args, key=lambda x: "t" not in x.axes)
-    if over in TOKEN_AXES or set(u.axes) != {"t", over} or set(v.axes) != {"s", over}:
-        return None
-    for f in scales:
-        u, v = (u, b.mul(f, v)) if "s" in f.axes else (b.mul(f, u), v)
-    return u, v, over
+def _implicit(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
+    yield n.args[1], d
 
 
 def _newton_schulz(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
@@ -239,6 +217,7 @@ RULES: dict[str, Rule] = {
     "shift": _by_delay,
     "cumsum": _cumsum,
     "tri_inv": _tri_inv,
+    "implicit": _implicit,
     "newton_schulz": _newton_schulz,
     "decay_dot": _decay_dot,
     "decay_mix": _decay_mix,
@@ -285,3 +264,16 @@ def differentiate(program: Program) -> Program:
         outputs[f"carry:{leaf.name}" if leaf.role == "carry" else f"d:{leaf.name}"] = d
         b.label(d, f"d_{leaf.name}")
     return program.with_outputs(outputs)
+
+
+def values_alone(program: Program) -> Program:
+    """The program without `implicit`, once nothing more is to be differentiated."""
+    if all(n.op != "implicit" for n in program.nodes):
+        return program
+    b = program.builder
+    new: dict[Node, Node] = {}
+    for n in program.nodes:
+        new[n] = new[n.args[0]] if n.op == "implicit" else b.again(n, new)
+        if n in b.labels:
+            b.label(new[n], b.labels[n])
+    return program.with_outputs({k: new[v] for k, v in program.outputs.items()})

@@ -27,6 +27,7 @@ log2 takes 0 for a number next to it: a share that has underflowed still has a l
                                      after it, or before; 0 where there is none
           | cumsum(a; axis, reverse)
           | tri_inv(n)               (I - n)^-1 for n[t, s] that is zero unless t > s
+          | implicit(x, y)           x, with the derivative of y; in no program that is done
           | newton_schulz(x; rows, steps)         X <- c0 X + c1 X X^T X + c2 (X X^T)^2 X, X X^T being [rows, rows]
           | newton_schulz_back(x, d; rows, steps) its cotangent of x from that of the result
           | decay_dot(q, k, gq, gk; mask, axis)    out[t, s] = sum_c q[t,c] k[s,c] 2^(gq[t,c] - gk[s,c]), masked
@@ -78,7 +79,7 @@ ELEMENTWISE = frozenset(
     "add mul max min neg recip pow exp2 log2 sqrt rsqrt tanh erf sigmoid softplus abs sign step select".split()
 )
 STRUCTURAL = frozenset(
-    "leaf const size expand rename sum amax contract mask diagonal behind shift cumsum tri_inv newton_schulz"
+    "leaf const size expand rename sum amax contract mask diagonal behind shift cumsum tri_inv implicit newton_schulz"
     " newton_schulz_back decay_dot decay_mix decay_mix_t norm_scan norm_slopes norm_adjoint".split()
 )
 REDUCING = frozenset({"sum", "amax", "contract"})

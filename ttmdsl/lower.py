@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ttmdsl.differentiate import differentiate
+from ttmdsl.differentiate import differentiate, values_alone
 from ttmdsl.ir import Program
 from ttmdsl.kernel_form import LoweredKernel, lower_kernel
 from ttmdsl.lower_chunk import lower_chunk
@@ -82,7 +82,7 @@ class Lowered:
 
 
 def _form(forward: Program) -> Form:
-    return Form(forward, differentiate(forward))
+    return Form(values_alone(forward), values_alone(differentiate(forward)))
 
 
 def lower(rule: UpdateRule) -> Lowered | LoweredKernel:

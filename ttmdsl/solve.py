@@ -75,7 +75,8 @@ def solve(
         slopes = [(scores, b.rename(parts[content].slopes[z], "t", "s")) for content, scores in equation.writes]
         target = equation.at(b, {content: part.rest for content, part in parts.items()})
         system = total(b, [b.mul(scores, slope) for scores, slope in slopes])
-        reads[z] = b.label(_applied(b, _inverse(b, system), target), f"{unknowns[0].memory.name}_read")
+        (solution,) = _solution(b, [[system]], [target])
+        reads[z] = b.label(solution, f"{unknowns[0].memory.name}_read")
         written = {content: part.at(b, reads) for content, part in parts.items()}
     elif len(parts) > MOST:
         raise NotChunkable(f"the gradient at every token writes more than {MOST} vectors that follow from the state")
@@ -86,7 +87,7 @@ def solve(
     else:
         systems = [[_system(b, part, content, equations) for content in parts] for part in parts.values()]
         starts = {z: total(b, equation.known) for z, equation in equations.items()}
-        written = dict(zip(parts, _eliminated(b, systems, [p.at(b, starts) for p in parts.values()]), strict=True))
+        written = dict(zip(parts, _solution(b, systems, [p.at(b, starts) for p in parts.values()]), strict=True))
         for n in written.values():
             b.label(n, "write")
 
@@ -221,6 +222,19 @@ def _system(b: Builder, part: Parts, content: Node, equations: Mapping[Node, Equ
     return total(b, found) if found else b.zero({"t", "s"})
 
 
+def _solution(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence[Node]) -> list[Node]:
+    """The l of l_i = t_i + sum_j A_ij l_j. What moves A moves l as if A l had moved t: of how l is found, no gradient
+    is asked."""
+    constant = b.const(0.0)
+    fixed = [[_strictly(b, b.implicit(x, constant)) if not is_zero(x) else x for x in row] for row in systems]
+    found = [b.implicit(n, constant) for n in _eliminated(b, fixed, targets)]
+    moved = []
+    for row, target in zip(systems, targets, strict=True):
+        parts = [_applied(b, _strictly(b, x), n) for x, n in zip(row, found, strict=True) if not is_zero(x)]
+        moved.append(b.implicit(target, total(b, [target, *parts])))
+    return _eliminated(b, fixed, moved)
+
+
 def _eliminated(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence[Node]) -> list[Node]:
     """The l of l_i = t_i + sum_j A_ij l_j, one after the other: what follows l_i has A_ji (I - A_ii)^-1 of its row."""
     rows, rest = [[*row] for row in systems], [*targets]
@@ -243,7 +257,12 @@ def _eliminated(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence
 
 def _inverse(b: Builder, system: Node) -> Node:
     """(I - system)^-1 over the chunk's tokens, of a strictly lower one."""
-    return b.label(b.tri_inv(b.mask(system, "strict")), "inverse")
+    return b.label(b.tri_inv(_strictly(b, system)), "inverse")
+
+
+def _strictly(b: Builder, system: Node) -> Node:
+    """The same, known to be strictly lower."""
+    return system if system.op == "mask" else b.mask(system, "strict")
 
 
 def _applied(b: Builder, matrix: Node, x: Node) -> Node:
