@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ttmdsl.ir import PAST, UNIT_AXES, Axes, Node, base_dim, reachable
+from ttmdsl.ir import PAST, UNIT_AXES, Axes, Node, base_dim, groups, reachable
 from ttmdsl.padding import singular
 
 BEFORE = 3  # tokens before a chunk that windows reach
@@ -155,6 +155,9 @@ class Interpreter:
     def keep(self, kind: str, axes: Axes) -> Tensor:
         """Where a mask of this kind keeps what it masks."""
         n = self.sizes["t"]
+        if group := groups(kind):
+            place = torch.arange(n) // group
+            return spread(place[:, None] > place, ("t", "s"), axes)
         lower = torch.ones(n, n, dtype=torch.bool).tril(0 if kind == "lower" else -1)
         return spread(lower, ("t", "s"), axes)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
 
 from ttmdsl.ir import (
     ELEMENTWISE,
@@ -18,6 +17,7 @@ from ttmdsl.ir import (
     Axes,
     Node,
     Role,
+    TokenMask,
     base_dim,
     constant,
     factors,
@@ -210,7 +210,7 @@ class Builder:
             return self.expand(self.rename(a.args[0], source, target), axes)
         return self.make("rename", (a,), [target if x == source else x for x in a.axes], source, target)
 
-    def mask(self, a: Node, kind: Literal["lower", "strict"], fill: float = 0.0) -> Node:
+    def mask(self, a: Node, kind: TokenMask, fill: float = 0.0) -> Node:
         if a.op == "mask" and a.attr == (kind, fill):
             return a
         return self.make("mask", (a,), (*a.axes, "t", "s"), kind, fill)

@@ -15,15 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ttmdsl.builder import Builder
-from ttmdsl.ir import PAST, Node
+from ttmdsl.ir import PAST, Node, TokenMask, earlier
 from ttmdsl.lower_expr import NotChunkable
 
 Moment = Literal["before", "retained", "after"]
-
-
-def _kept(moment: Moment) -> Literal["lower", "strict"]:
-    """Which writes are in the memory at a token: up to its own, or those before it."""
-    return "lower" if moment == "after" else "strict"
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,11 @@ class Write:
 
 @dataclass
 class ChunkMemory:
-    """One memory over one chunk; implements `VirtualMemory` for the readout after each token."""
+    """One memory over one chunk; implements `VirtualMemory` for the readout after each token.
+
+    `group`: what a token writes is read by its own group of so many tokens only after the last of them. `own`: log2 of
+    the decay of its group, which the first of them has.
+    """
 
     b: Builder
     name: str
@@ -82,6 +81,8 @@ class ChunkMemory:
     last: Node
     momentum: Node | None = None
     log_momentum_decay: Node | None = None
+    group: int = 1
+    own: Node | None = None
     writes: list[Write] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class ChunkMemory:
         if self.log_momentum_decay is not None and self.log_momentum_decay.axes != ("t",):
             raise NotChunkable("a momentum decay per channel has no factored form")
         self.channel = channels[0] if channels else ""
+        if self.group > 1 and (self.channel or self.momentum is not None):
+            raise NotChunkable("a window at every token, and momentum or a decay per channel, have no factored form")
 
     def other(self, axis: str) -> str:
         """The other one of the memory's two axes."""
@@ -102,7 +105,12 @@ class ChunkMemory:
 
     def decayed(self, moment: Moment) -> Node:
         """log2 of the decay from the chunk's start to just before or just after each token's own decay."""
-        return self.b.sub(self.total, self.log_decay) if moment == "before" else self.total
+        own = self.log_decay if self.own is None else self.own
+        return self.b.sub(self.total, own) if moment == "before" else self.total
+
+    def kept(self, moment: Moment) -> TokenMask:
+        """Which writes are in the memory at a token: up to its own, or those of groups before its own."""
+        return "lower" if moment == "after" else earlier(self.group)
 
     def weights(self, moment: Moment, band: Band | None = None) -> Node:
         """weight[t, s] of write s in the memory at t; scalar decay. With momentum, two triangular matrices' product; of
@@ -114,7 +122,7 @@ class ChunkMemory:
             return b.label(chained(b, self.weights(moment), self._spread(band)), "weights")
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
         if self.log_momentum_decay is None:
-            return b.label(b.map("exp2", b.mask(gap, _kept(moment), float("-inf"))), "weights")
+            return b.label(b.map("exp2", b.mask(gap, self.kept(moment), float("-inf"))), "weights")
         pushes = b.mul(self._pushes(moment), b.rename(self.live, "t", "s"))
         return b.label(chained(b, pushes, self._impulses()), "weights")
 
@@ -155,7 +163,7 @@ class ChunkMemory:
     def _pushes(self, moment: Moment) -> Node:
         b = self.b
         gap = b.sub(self.decayed(moment), b.rename(self.total, "t", "s"))
-        return b.map("exp2", b.mask(gap, _kept(moment), float("-inf")))
+        return b.map("exp2", b.mask(gap, self.kept(moment), float("-inf")))
 
     def _impulses(self) -> Node:
         """2^(m_t - m_s) for t >= s: how much of write s the momentum still holds at t."""
@@ -209,10 +217,10 @@ class ChunkMemory:
             axes = {"t", over}
             gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
             key = b.rename(b.expand(key, axes), "t", "s")
-            return b.label(b.decay_dot(b.expand(x, axes), key, gq, gk, _kept(moment), over), "scores")
+            return b.label(b.decay_dot(b.expand(x, axes), key, gq, gk, self.kept(moment), over), "scores")
         match = b.contract(b.expand(x, {"t"}), b.rename(b.expand(key, {"t"}), "t", "s"), {over})
         return b.label(
-            b.mul(match, self.weights(moment)) if not self.channel else b.mask(match, _kept(moment)), "scores"
+            b.mul(match, self.weights(moment)) if not self.channel else b.mask(match, self.kept(moment)), "scores"
         )
 
     def mix(self, scores: Node, content: Node, moment: Moment, over: str) -> Node:
@@ -221,7 +229,7 @@ class ChunkMemory:
         if self.channel in ("", over):
             return b.contract(scores, content, {"s"})
         gq, gk = self.decayed(moment), b.rename(self.total, "t", "s")
-        return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, _kept(moment))
+        return b.decay_mix(scores, b.expand(content, gk.axes), gq, gk, self.kept(moment))
 
     def _read_frozen(self, w: Write, frozen: Node, x: Node, over: str, moment: Moment) -> Node:
         b, scale = self.b, w.right
@@ -240,9 +248,9 @@ class ChunkMemory:
         """Sum over writes of a number for every channel, decayed to each token."""
         b = self.b
         gk = b.rename(self.total, "t", "s")
-        every = b.mask(b.const(1.0), _kept(moment))
+        every = b.mask(b.const(1.0), self.kept(moment))
         return b.decay_mix(
-            every, b.rename(b.expand(scale, self.total.axes), "t", "s"), self.decayed(moment), gk, _kept(moment)
+            every, b.rename(b.expand(scale, self.total.axes), "t", "s"), self.decayed(moment), gk, self.kept(moment)
         )
 
     # -- the chunk's end -------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def _newton_schulz(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
 def _decay_dot(b: Builder, n: Node, d: Node) -> Iterator[Contribution]:
     q, k, gq, gk = n.args
     kind = str(n.attr[0])
-    d = b.mask(d, kind)  # type: ignore[arg-type]
+    d = b.mask(d, kind)
     dq = b.decay_mix(d, k, gq, gk, kind)
     dk = b.decay_mix_t(d, q, gq, gk, kind)
     yield q, dq

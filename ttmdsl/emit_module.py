@@ -27,6 +27,7 @@ from ttmdsl.print_reference import feature_size
 from ttmdsl.spec import Apply, Expr, LayerSpec, MatVec, Memory, Ref, Shape, Tensor
 from ttmdsl.state import ENDINGS, inverse_name, state_shapes
 from ttmdsl.templates import literal, render
+from ttmdsl.unfold import FIRST
 from ttmdsl.version import TORCH, TRITON, VERSION
 from ttmdsl.walk_expr import walk
 
@@ -50,11 +51,13 @@ def emit_module(
     sections: Mapping[str, str],
     state: Mapping[str, Shape] | None = None,
     bands: bool = False,
+    micro: int = 0,
 ) -> str:
     """The module's source text. `update` are the lines of the derived update, shown in its header.
 
     `state` is the layout of a state that grows, one of keys and coefficients in place of matrices. `bands`: the prelude
-    has other tensors for chunks than for single tokens.
+    has other tensors for chunks than for single tokens. `micro`: how many micro-tokens a token is in chunks, if more
+    than one.
     """
     _verify_names(spec)
     matrices = () if state else spec.memories
@@ -82,6 +85,8 @@ def emit_module(
         "prelude": sections.get("prelude", "").strip("\n"),
         "past": sections.get("past", "").strip("\n"),
         "bands": bands,
+        "micro": micro,
+        "micro_mark": FIRST,
         "seen_kept": SEEN_KEPT,
         "steps": max(p.optimizer.per_token for p in spec.passes),
         "initial": {m.name: m.initial for m in matrices},

@@ -50,6 +50,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_un
         shared=shared,
         rest=rest,
         bands=bands,
+        micro=prelude.micro,
         chunks_take=[*(t.keyword for t in taken), *map(kept_name, before), SEEN_KEPT],
         before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],
         before_made=_Values(spec, prelude, [v for v in prelude.values if v[0] in before]),

@@ -277,11 +277,13 @@ def emit_torch(lowered: Lowered) -> str:
         helpers=sorted(ops & (DECAYED | NORMS | {"log2", "shift", "tri_inv", "newton_schulz"})),
         newton_schulz=NEWTON_SCHULZ,
         per_channel=per_channel,
-        chunk=16 if per_channel else 64,
+        chunk=lowered.whole_tokens(16 if per_channel else 64),
         batch=lowered.batch,
         batches=lowered.batches,
         params=[t.keyword for t in spec.tensors if t.kind == "param"],
-        bands=lowered.bands,
+        bands=lowered.prelude.bands,
+        micro=lowered.prelude.micro,
+        apart=lowered.apart,
         seen=SEEN,
         seen_kept=SEEN_KEPT,
         d_out=spec.passes[-1].read.shape[0],
@@ -292,10 +294,10 @@ def emit_torch(lowered: Lowered) -> str:
 
 def _where(spec: LayerSpec, dim: str) -> tuple[str, str, int]:
     """Where a dim's size can be read: in `x` or `state`, under which key, at which axis from the end."""
-    for t in spec.tensors:
-        if dim in t.shape:
-            return "x", t.keyword, t.shape.index(dim) - len(t.shape)
     for m in spec.memories:
         if dim in m.shape:
             return "state", m.name, m.shape.index(dim) - len(m.shape)
+    for t in spec.tensors:
+        if dim in t.shape:
+            return "x", t.keyword, t.shape.index(dim) - len(t.shape)
     raise AssertionError(f"no tensor has the dim {dim}")

@@ -19,7 +19,7 @@ from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.plan import Plan, plan
 from ttmdsl.replay import replay
 from ttmdsl.scans import free_axis, walks_at
-from ttmdsl.spec import LayerSpec
+from ttmdsl.spec import LayerSpec, Tensor
 from ttmdsl.stages import stages
 from ttmdsl.state import POSITION
 from ttmdsl.templates import render
@@ -203,9 +203,15 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTe
 def _idle(lowered: Lowered, name: str) -> list[str]:
     """Of the tensors that a form takes those that no update of it depends on."""
     form = _forms(lowered).get(name, lowered.token)
-    taken = lowered.prelude.tensors if form is lowered.token or not lowered.bands else lowered.bands.tensors
+    taken = lowered.prelude.tensors if form is lowered.token or not lowered.apart else lowered.apart.tensors
     gradients = form.backward.outputs
     return [t.keyword for t in taken if not any(f"d:{own}" in gradients for own in (t.keyword, *t.each))]
+
+
+def _in_all_forms(lowered: Lowered) -> list[Tensor]:
+    """All tensors, those first that all forms take."""
+    apart = lowered.apart
+    return sorted(lowered.rule.spec.tensors, key=lambda t: apart is not None and t not in apart.tensors)
 
 
 def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
@@ -236,13 +242,13 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         tuned=tables.kernels(signatures),
         without_gradients=without_gradients,
         in_step=in_step,
-        tuned_chunks=tables.chunks(form_signatures if lowered.batch == 1 else {}),
+        tuned_chunks=tables.chunks(form_signatures if lowered.batch == 1 and not lowered.prelude.micro else {}),
         tuned_table=tuned_table,
         everywhere=EVERYWHERE,
         ops=ops,
         uses={used for k in kernels for used in k.uses},
         newton_schulz=NEWTON_SCHULZ,
-        chunk=unit_tokens(lowered),
+        chunk=lowered.whole_tokens(unit_tokens(lowered)),
         per_channel=bool(ops & DECAYED),
         cut=any(c.carry for c in chunks),
         holding=any(c.held or c.d_held for c in chunks),
@@ -252,7 +258,8 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         by_matrix=any(not t.elementwise for c in chunks for t, _ in c.transfers),
         batch=lowered.batch,
         steps=lowered.prelude.steps,
-        bands=lowered.bands,
+        bands=lowered.prelude.bands,
+        apart=lowered.apart,
         in_units=lowered.in_units,
         alone=(alone := step_alone(lowered)),
         left=alone.keys if alone else (),
@@ -263,6 +270,6 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},
         idle={text.name: _idle(lowered, text.name) for text in texts},
-        tokens=[t.keyword for t in spec.tensors if t.kind != "param"],
+        tokens=[t.keyword for t in _in_all_forms(lowered) if t.kind != "param"],
         output=spec.passes[-1].read.shape,
     )

@@ -20,7 +20,8 @@ log2 takes 0 for a number next to it: a share that has underflowed still has a l
           | rename(a; from, to)      the same tile under another axis name
           | sum(a; axes) | amax(a; axes)       amax is constant under differentiation (a stabilising shift)
           | contract(a, b; axes)     sum over axes of a * b
-          | mask(a; kind, fill)      kind lower: keep t >= s, strict: keep t > s; elsewhere fill
+          | mask(a; kind, fill)      kind lower: keep t >= s, strict: keep t > s, earlier4: keep
+                                     t // 4 > s // 4; elsewhere fill
           | diagonal(a; by, axis)    keep where a token of the axis, s or past__, is `by` tokens before t; elsewhere 0
           | behind(a; by, axis, fill)      keep where it is so many, or more; elsewhere fill
           | shift(a; by, axis)       from t to the axis, or back: at a token of one, a where the other's is `by` tokens
@@ -67,6 +68,19 @@ Role: TypeAlias = Literal[
     "fresh",  # scalar: 1 where a new group of that many tokens (its name) starts with this unit
     "saved",  # a value that an earlier kernel computed for this unit
 ]
+
+TokenMask: TypeAlias = str  # which pairs of tokens a mask keeps: "lower", "strict", or those of `earlier`
+
+
+def earlier(group: int) -> TokenMask:
+    """The mask that keeps s where it is in a group of so many tokens before the group of t."""
+    return "strict" if group == 1 else f"earlier{group}"
+
+
+def groups(kind: TokenMask) -> int:
+    """How many tokens a group has by which such a mask looks; 0 where it is none."""
+    return int(kind.removeprefix("earlier")) if kind.startswith("earlier") else 0
+
 
 UNIT_AXES: Axes = ("t", "s", "u")
 PAST = "past__"

@@ -17,7 +17,7 @@ from ttmdsl.lower_chunk import lower_chunk
 from ttmdsl.lower_expr import NotChunkable
 from ttmdsl.lower_token import lower_token
 from ttmdsl.rule import UpdateRule
-from ttmdsl.unfold import Bands, Prelude, unfold
+from ttmdsl.unfold import Bands, MicroTokens, Prelude, unfold
 
 Recurrence = Literal["additive", "affine", "frozen", "sequential"]
 
@@ -65,9 +65,14 @@ class Lowered:
         return sorted({p.optimizer.batch for p in self.rule.spec.passes} - {1})
 
     @property
-    def bands(self) -> Bands | None:
-        """What chunks take of windows, if it is something else than single tokens take."""
-        return self.prelude.bands
+    def apart(self) -> Bands | MicroTokens | None:
+        """What chunks take, if it is something else than single tokens take."""
+        return self.prelude.bands or self.prelude.micro
+
+    def whole_tokens(self, number: int) -> int:
+        """The most micro-tokens, up to so many, that make whole tokens."""
+        micro = self.prelude.micro
+        return number // micro.number * micro.number if micro else number
 
     @property
     def in_units(self) -> bool:
@@ -89,22 +94,27 @@ def lower(rule: UpdateRule) -> Lowered | LoweredKernel:
     """Lowers a rule; needs neither torch nor triton."""
     if rule.spec.kernels:
         return lower_kernel(rule)
-    rule, banded, prelude = unfold(rule)
+    rule, alone, ways = unfold(rule)
     grouped = any(p.optimizer.batch > 1 for p in rule.spec.passes)
-    try:
+    reason = ""
+    for own, prelude in ways:
         try:
-            chunk = lower_chunk(banded or rule, aligned=True)
-        except NotChunkable:
-            banded, prelude = None, replace(prelude, bands=None)
-            chunk = lower_chunk(rule, aligned=True)
-        resumed = _form(lower_chunk(banded or rule, aligned=False, dims=chunk.dims)) if grouped else None
-    except NotChunkable as reason:
-        token = _form(lower_token(rule, rule.spec.dims))
-        return Lowered(rule, "sequential", str(reason), token, None, None, prelude)
+            chunk = lower_chunk(own, aligned=True)
+            resumed = _form(lower_chunk(own, aligned=False, dims=chunk.dims)) if grouped else None
+        except NotChunkable as found:
+            reason = str(found)
+        else:
+            return _in_chunks(rule, own, prelude, chunk, resumed)
+    token = _form(lower_token(rule, rule.spec.dims))
+    return Lowered(rule, "sequential", reason, token, None, None, alone)
+
+
+def _in_chunks(rule: UpdateRule, own: UpdateRule, prelude: Prelude, chunk: Program, resumed: Form | None) -> Lowered:
+    """A layer with a chunk form, by a rule of its own or that of single tokens."""
     token = _form(lower_token(rule, chunk.dims))  # forms hand their states to one another
     inverted = any(n.op == "tri_inv" for n in chunk.nodes)
-    recurrence: Recurrence = "frozen" if grouped else "affine" if inverted else "additive"
-    if banded:  # a backend's code for both knows the tensors of both
-        tensors = dict.fromkeys((*rule.spec.tensors, *banded.spec.tensors))
+    recurrence: Recurrence = "frozen" if resumed else "affine" if inverted else "additive"
+    if own is not rule:  # a backend's code for both knows the tensors of both
+        tensors = dict.fromkeys((*rule.spec.tensors, *own.spec.tensors))
         rule = replace(rule, spec=replace(rule.spec, tensors=tuple(tensors)))
     return Lowered(rule, recurrence, "", token, _form(chunk), resumed, prelude)

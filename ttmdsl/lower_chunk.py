@@ -130,8 +130,12 @@ class _PassLowering:
             momentum = b.leaf("carry", momentum_name(memory.name), (rows, columns))
             log_momentum = self._live_log(self.lower.vector(optimizer.decay, env), live)
         last = b.leaf("last", "last", ("t",))
+        log_decay, derived = self._live_log(decay, live), self.derived
+        own = None
+        if derived.first is not None:
+            own, log_decay = log_decay, b.mul(log_decay, self.lower.vector(derived.first, env))
         return ChunkMemory(
-            b, memory.name, rows, columns, start, self._live_log(decay, live), live, last, momentum, log_momentum
+            b, memory.name, rows, columns, start, log_decay, live, last, momentum, log_momentum, derived.group, own
         )
 
     def _live_log(self, decay: Node, live: Node) -> Node:

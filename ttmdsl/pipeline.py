@@ -70,7 +70,9 @@ def _emit(job: Job) -> str:
     update = [*header(job.done["derive"]), "", *textwrap.wrap(f"Recurrence {lowered.title}.", 110)]
     if isinstance(lowered, LoweredKernel):
         return emit_module(job.done["check"], update, sections(job), kernel_state(lowered))
-    return emit_module(job.done["check"], update, sections(job), bands=lowered.bands is not None)
+    prelude = lowered.prelude
+    micro = prelude.micro.number if prelude.micro else 0
+    return emit_module(job.done["check"], update, sections(job), bands=prelude.bands is not None, micro=micro)
 
 
 def sections(job: Job) -> dict[str, str]:

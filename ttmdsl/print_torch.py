@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from ttmdsl.collect import is_matrix_product
-from ttmdsl.ir import DECAYED, Axes, Node, base_dim, constant, has_dim
+from ttmdsl.ir import DECAYED, Axes, Node, base_dim, constant, groups, has_dim
 from ttmdsl.printer import Printer, strip
 
 NORMS = frozenset({"norm_scan", "norm_slopes", "norm_adjoint"})
@@ -168,7 +168,8 @@ class TorchPrinter(Printer):
                 return self._contract(node)
             case "mask":
                 fill = float(node.attr[1])
-                if fill == 0 and axes == ("t", "s") == args[0].axes and args[0].op != "expand":
+                whole = axes == ("t", "s") == args[0].axes and args[0].op != "expand"
+                if fill == 0 and whole and not groups(node.attr[0]):
                     return f"{self.text[args[0]]}.tril({0 if node.attr[0] == 'lower' else -1})"
                 return self._masked(node, ops[0], f"unit.{node.attr[0]}")
             case "diagonal":

@@ -52,6 +52,9 @@ class PassRule:
 
     `delays`: of a window, what the gradient of the token so many tokens ago is multiplied by, the current one first;
     without any, gradients are the current token's, or summed over the window.
+
+    `group`: so many tokens in a row take their gradients at the state before the first of them, which `first` marks
+    with 1, others with 0; memories decay there alone, and all of the group come with that decay.
     """
 
     name: str
@@ -59,6 +62,8 @@ class PassRule:
     gradients: dict[str, Expr]
     auxiliary: tuple[Memory, ...] = ()
     delays: tuple[Expr, ...] = ()
+    group: int = 1
+    first: Expr | None = None
 
 
 @dataclass(frozen=True)

@@ -277,9 +277,9 @@ class _Ordinals(dict[object, object]):
     """Names by their order of appearance; token axes, and what is no name of the spec, stay as they are."""
 
     def __call__(self, name: object) -> object:
-        from ttmdsl.ir import TOKEN_AXES, base_dim
+        from ttmdsl.ir import TOKEN_AXES, base_dim, groups
 
-        if not isinstance(name, str) or name in TOKEN_AXES or name in ("lower", "strict"):
+        if not isinstance(name, str) or name in TOKEN_AXES or name in ("lower", "strict") or groups(name):
             return name
         base = base_dim(name)
         return f"{self.setdefault(base, len(self))}{name[len(base) :]}"

@@ -14,6 +14,7 @@ the current one stands in, under a weight of zero), `seen__1` (whether there is 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -38,6 +39,7 @@ from ttmdsl.spec import (
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
 
 FIRST, LAST = "step__first", "step__last"
+MOST_MICRO = 32  # micro-tokens of a token: chunks have few more
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,36 @@ class Bands:
 
 
 @dataclass(frozen=True)
+class MicroTokens:
+    """What a chunk form takes in which every token is as many as its window has, `number`: `tensors`. Some of them are
+    made of others, one for each token of the window, the current one's first; of the rest each micro-token has its
+    token's. `alone`: one of the tensors that single tokens take instead."""
+
+    number: int
+    tensors: tuple[Tensor, ...]
+    parts: tuple[tuple[Tensor, tuple[Tensor, ...]], ...]
+    alone: str
+
+    @property
+    def first(self) -> str:
+        """The mark of each token's first one."""
+        return FIRST
+
+    @property
+    def repeated(self) -> tuple[Tensor, ...]:
+        """Those of which each micro-token has its token's."""
+        made = {made for made, _ in self.parts}
+        return tuple(t for t in self.tensors if t not in made and t.name != FIRST)
+
+
+@dataclass(frozen=True)
 class Prelude:
     """What the backends take, and how the frame makes it, in this order.
 
     declared: what the call takes. past: a made tensor, the declared one, by how many tokens. seen: the delays that
     weights ask about. With `steps` > 1 every token becomes that many, tensors with `step_dim` first being dealt out to
     them; `firsts` are decays that are 1 but at a token's first step. values: expressions of declared tensors, pasts and
-    `seen`. weights: of windows. bands: what chunks take, if it is something else.
+    `seen`. weights: of windows. bands, micro: what chunks take, if it is something else.
     """
 
     tensors: tuple[Tensor, ...]
@@ -88,6 +113,7 @@ class Prelude:
     values: tuple[tuple[Tensor, Expr], ...] = ()
     weights: tuple[Weights, ...] = ()
     bands: Bands | None = None
+    micro: MicroTokens | None = None
 
     @property
     def empty(self) -> bool:
@@ -99,31 +125,42 @@ class Prelude:
         return at_step(tensor, self.step_dim) is not tensor
 
 
-def unfold(rule: UpdateRule) -> tuple[UpdateRule, UpdateRule | None, Prelude]:
-    """The rule that the lowerings take, another one for chunks alone where windows may be bands of weights, and their
-    prelude."""
+def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule, Prelude]]]:
+    """The rule of single tokens and its prelude; and rules for chunks, each with the prelude of both, best first."""
     spec = rule.spec
     made = _Made(spec)
     spec = replace(spec, lets=tuple((name, made.now(e)) for name, e in spec.lets))
-    found = [made.of_pass(p, d, bands=False) for p, d in zip(spec.passes, rule.passes, strict=True)]
+    found = made.of_passes(rule, made.summed)
     prelude = made.prelude()
     if prelude.empty:
-        return replace(rule, spec=replace(rule.spec, dims=_dims(rule.spec))), None, prelude
+        whole = replace(rule, spec=replace(rule.spec, dims=_dims(rule.spec)))
+        return whole, prelude, [(whole, prelude)]
 
-    def unfolded(found: list[tuple[Pass, PassRule]]) -> UpdateRule:
+    def unfolded(found: list[tuple[Pass, PassRule]], tensors: tuple[Tensor, ...]) -> UpdateRule:
         passes, derived = tuple(p for p, _ in found), tuple(d for _, d in found)
-        used = _used(spec, passes, derived)
-        tensors = tuple(t for t in prelude.tensors if t.kind == "param" or not used.isdisjoint((t.name, *t.each)))
-        own = replace(spec, tensors=tensors, passes=passes)
+        lets, used = _used(spec, passes, derived)
+        tensors = tuple(t for t in tensors if t.kind == "param" or not used.isdisjoint((t.name, *t.each)))
+        own = replace(spec, tensors=tensors, passes=passes, lets=lets)
         return replace(rule, spec=replace(own, dims=_dims(own)), passes=derived)
 
-    whole = unfolded(found)
-    banded = None
+    whole = unfolded(found, prelude.tensors)
+    prelude = replace(prelude, tensors=whole.spec.tensors)
+    ways = [(whole, prelude)]
     if made.steps == 1 and any(p.window for p in spec.passes):
-        found = [made.of_pass(p, d, bands=True) for p, d in zip(spec.passes, rule.passes, strict=True)]
-        banded = unfolded(found)
-        prelude = replace(prelude, bands=_bands(banded, whole, prelude))
-    return whole, banded if prelude.bands else None, replace(prelude, tensors=whole.spec.tensors)
+        banded = unfolded(made.of_passes(rule, made.as_band), made.prelude().tensors)
+        bands = _bands(banded, whole, made.prelude())
+        ways[:0] = [(banded, replace(prelude, bands=bands))] if bands else []
+    size = made.micro_tokens()
+    if size > 1:
+        found = made.of_passes(rule, made.in_micro_tokens)
+        micro = unfolded(found, (*made.prelude().tensors, *made.micro))
+        both = [t for t in whole.spec.tensors if t in micro.spec.tensors]
+        alone = next(t.keyword for t in whole.spec.tensors if t not in both)
+        parts = tuple((t, of) for t, of in made.micro.items() if of)
+        own = MicroTokens(size, micro.spec.tensors, parts, alone)
+        if any(t.kind == "input" for t in both):  # what tells how many tokens there are
+            ways.append((micro, replace(made.prelude(), tensors=whole.spec.tensors, micro=own)))
+    return whole, prelude, ways
 
 
 def _bands(rule: UpdateRule, whole: UpdateRule, prelude: Prelude) -> Bands | None:
@@ -154,14 +191,22 @@ def _dims(spec: LayerSpec) -> tuple[str, ...]:
     return (*(d for d in spec.dims if d in present), *(d for d in present if d not in spec.dims))
 
 
-def _used(spec: LayerSpec, passes: tuple[Pass, ...], derived: tuple[PassRule, ...]) -> set[str]:
-    """Names that the recurrence reads."""
-    roots = [e for _, e in spec.lets]
+def _used(
+    spec: LayerSpec, passes: tuple[Pass, ...], derived: tuple[PassRule, ...]
+) -> tuple[tuple[tuple[str, Expr], ...], set[str]]:
+    """Lets that the recurrence reads, and names that it reads through them."""
+    roots: list[Expr] = []
     for p, d in zip(passes, derived, strict=True):
         roots += [e for _, e in d.definitions] + [*d.gradients.values(), *d.delays]
         roots += [*p.retention.values(), *p.project.values(), p.read, p.optimizer.rate]
-        roots += [e for e in (p.optimizer.decay, p.optimizer.ridge) if e is not None]
-    return {n.name for root in roots for n in walk(root) if isinstance(n, Ref)}
+        roots += [e for e in (p.optimizer.decay, p.optimizer.ridge, d.first) if e is not None]
+    names = {n.name for root in roots for n in walk(root) if isinstance(n, Ref)}
+    lets = []
+    for name, e in reversed(spec.lets):
+        if name in names:
+            lets.append((name, e))
+            names |= {n.name for n in walk(e) if isinstance(n, Ref)}
+    return tuple(reversed(lets)), names
 
 
 @dataclass
@@ -175,6 +220,7 @@ class _Made:
     values: dict[Expr, Tensor] = field(default_factory=dict)
     weights: dict[Expr, Weights] = field(default_factory=dict)
     marks: set[str] = field(default_factory=set)
+    micro: dict[Tensor, tuple[Tensor, ...]] = field(default_factory=dict)  # of which tensors each one is made
 
     @property
     def steps(self) -> int:
@@ -272,8 +318,14 @@ class _Made:
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    def of_pass(self, p: Pass, derived: PassRule, bands: bool) -> tuple[Pass, PassRule]:
-        """The pass with everything in terms of made tensors, and its gradients: summed over the window, or as bands."""
+    def of_passes(
+        self, rule: UpdateRule, gradients: Callable[[Pass, PassRule], PassRule]
+    ) -> list[tuple[Pass, PassRule]]:
+        """The passes with everything in terms of made tensors, and their gradients in a form of these."""
+        pairs = zip(self.spec.passes, rule.passes, strict=True)
+        return [(self._of_pass(p), gradients(p, derived)) for p, derived in pairs]
+
+    def _of_pass(self, p: Pass) -> Pass:
         optimizer = replace(
             p.optimizer,
             rate=self.now(p.optimizer.rate),
@@ -290,24 +342,79 @@ class _Made:
             last = self._mark(LAST) if project else ONE
             project = {m.name: _where(last, project[m.name], m) for m in p.memories if m.name in project}
         read = self.now(p.read)
-        unfolded = replace(p, optimizer=optimizer, retention=retention, project=project, read=read, window=None)
-        return unfolded, self._gradients(p, derived, bands)
+        return replace(p, optimizer=optimizer, retention=retention, project=project, read=read, window=None)
 
-    def _gradients(self, p: Pass, derived: PassRule, bands: bool) -> PassRule:
-        size = p.window.size if p.window else 1
-        if bands and size > 1:
-            definitions = [(n, self.now(e)) for n, e in derived.definitions]
-            gradients = {name: self.now(g) for name, g in derived.gradients.items()}
-            delays = tuple(self._weight(p, ago, bands) for ago in range(size))
-            return replace(derived, definitions=tuple(definitions), gradients=gradients, delays=delays)
-        definitions, gradients = [], {}
-        for ago in range(size):
+    def summed(self, p: Pass, derived: PassRule) -> PassRule:
+        """Gradients of all tokens of the window."""
+        definitions: list[tuple[str, Expr]] = []
+        gradients: dict[str, Expr] = {}
+        for ago in range(_size(p)):
             definitions += [(f"{n}__{ago}" if ago else n, self.now(e, ago)) for n, e in derived.definitions]
-            weight = self._weight(p, ago, bands)
+            weight = self._weight(p, ago, bands=False)
             for name, g in derived.gradients.items():
                 term = self.now(g, ago) if weight == ONE else mul(weight, self.now(g, ago))
                 gradients[name] = add(gradients[name], term) if ago else term
         return replace(derived, definitions=tuple(definitions), gradients=gradients)
+
+    def as_band(self, p: Pass, derived: PassRule) -> PassRule:
+        """The current token's, and how often each later one takes them."""
+        if _size(p) == 1:
+            return self.summed(p, derived)
+        definitions = tuple((n, self.now(e)) for n, e in derived.definitions)
+        gradients = {name: self.now(g) for name, g in derived.gradients.items()}
+        delays = tuple(self._weight(p, ago, bands=True) for ago in range(_size(p)))
+        return replace(derived, definitions=definitions, gradients=gradients, delays=delays)
+
+    def micro_tokens(self) -> int:
+        """How many micro-tokens a token may be, one for each of the window's, all of whose gradients are taken at the
+        state before the token; 1 where there are none such."""
+        sizes = {_size(p) for p in self.spec.passes}
+        each = all(p.optimizer.batch == p.optimizer.per_token == 1 for p in self.spec.passes)
+        size = max(sizes)
+        return size if each and len(sizes) == 1 and size <= MOST_MICRO else 1
+
+    def in_micro_tokens(self, p: Pass, derived: PassRule) -> PassRule:
+        """The gradient of each of the window's tokens, by a micro-token of its own."""
+        agos = range(_size(p))
+        weighs = p.window is not None and p.window.weight is not None
+        weights = [self._weight(p, ago, bands=False) if weighs else self._seen(ago) for ago in agos]
+        weight = self._together(weights)
+
+        def alike(e: Expr) -> Expr:
+            return self._together([self.now(self._without_lets(e), ago) for ago in agos])
+
+        definitions = tuple((n, alike(e)) for n, e in derived.definitions)
+        gradients = {name: mul(weight, alike(g)) for name, g in derived.gradients.items()}
+        first = Ref(FIRST, "gate", ())
+        self.micro.setdefault(_gate(FIRST, ()), ())
+        return replace(derived, definitions=definitions, gradients=gradients, group=len(agos), first=first)
+
+    def _without_lets(self, e: Expr) -> Expr:
+        """The same with declared lets written out."""
+        own = dict(self.spec.lets)
+
+        def written(n: Expr) -> Expr | None:
+            known = isinstance(n, Ref) and n.kind == "let" and n.name in own
+            return self._without_lets(own[n.name]) if known and isinstance(n, Ref) else None
+
+        return rewrite(e, written)
+
+    def _together(self, at: Sequence[Expr]) -> Expr:
+        """One expression of micro-tokens for several of the same form, each of them of one of a window's tokens."""
+        now = at[0]
+        if isinstance(now, Ref) and now.kind in ("input", "gate"):
+            parts = tuple(self._tensor(n.name) for n in at if isinstance(n, Ref))
+            made = replace(parts[0], name=f"{now.name}{'_' if '__' in now.name else '__'}micro")
+            assert self.micro.setdefault(made, parts) == parts
+            return Ref(made.name, made.kind, made.shape)
+        return with_children(now, tuple(map(self._together, zip(*map(children, at), strict=True))))
+
+    def _tensor(self, name: str) -> Tensor:
+        """A declared tensor, or one that has been made."""
+        seen = (_gate(seen_name(by), ()) for by in self.seen)
+        weights = (t for w in self.weights.values() for t in w.each)
+        known = (*self.spec.tensors, *self.past.values(), *self.values.values(), *seen, *weights)
+        return next(t for t in known if t.name == name)
 
     def _weight(self, p: Pass, ago: int, bands: bool) -> Expr:
         """How much the window counts the token `ago` tokens back; nothing where there is no such token, which `bands`
@@ -354,6 +461,10 @@ class _Made:
             self.firsts[name] = Tensor(own, "gate", decay.shape, "decay"), decay
         made = self.firsts[name][0]
         return Ref(made.name, "gate", made.shape)
+
+
+def _size(p: Pass) -> int:
+    return p.window.size if p.window else 1
 
 
 def at_step(tensor: Tensor, step_dim: str) -> Tensor:
