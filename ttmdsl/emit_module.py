@@ -84,6 +84,7 @@ def emit_module(
         "feature_size": lambda name, base: feature_size(spec.features[name], base),
         "prelude": sections.get("prelude", "").strip("\n"),
         "past": sections.get("past", "").strip("\n"),
+        "micro_kernels": sections.get("micro", "").strip("\n"),
         "bands": bands,
         "micro": micro,
         "micro_mark": FIRST,

@@ -51,6 +51,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_un
         rest=rest,
         bands=bands,
         micro=prelude.micro,
+        dealt=_dealt(prelude, {str(t["keyword"]) for v in (shared, rest) for t in v.sources()}),
         chunks_take=[*(t.keyword for t in taken), *map(kept_name, before), SEEN_KEPT],
         before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],
         before_made=_Values(spec, prelude, [v for v in prelude.values if v[0] in before]),
@@ -73,6 +74,21 @@ def _past(prelude: Prelude) -> list[tuple[str, dict[int, str]]]:
     for made, tensor, by in prelude.past:
         found.setdefault(tensor.keyword, {})[by] = made.keyword
     return [*found.items()]
+
+
+def emit_micro(prelude: Prelude) -> str:
+    """The source text of the kernels by which tokens are dealt out to micro-tokens; "" where there are none."""
+    return render("micro_kernel.py.j2", number=prelude.micro.number) if prelude.micro else ""
+
+
+def _dealt(prelude: Prelude, needed: set[str]) -> list[str]:
+    """Tensors that chunks take of each of a window's tokens, but for those whose pasts something else is made of."""
+    pasts = {made: (tensor, by) for made, tensor, by in prelude.past}
+    return [
+        of[0].keyword
+        for _, of in (prelude.micro.parts if prelude.micro else ())
+        if all(pasts.get(made) == (of[0], by) and made.keyword not in needed for by, made in enumerate(of) if by)
+    ]
 
 
 @dataclass(frozen=True)

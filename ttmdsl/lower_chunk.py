@@ -210,6 +210,8 @@ class _PassLowering:
         unknowns: list[Unknown] = []
         probes = {name: Probe(self.lower.b, memory, unknowns) for name, memory in memories.items()}
         found = self._gradients(memories, {**env, **probes}, {**self.before, **probes}, rate)
+        if self.derived.group > 1 and not unknowns:
+            raise NotChunkable("a window whose gradients are free of the memory needs no point of its own")
         if unknowns and self.derived.delays:
             raise NotChunkable("a window whose gradients read the memory at every token has no one read for each")
         moment: Moment = "retained" if self.pass_.optimizer.at == "retained" else "before"

@@ -78,7 +78,7 @@ def _emit(job: Job) -> str:
 def sections(job: Job) -> dict[str, str]:
     """The source text of each backend."""
     from ttmdsl.emit_kernel import kernel_sections
-    from ttmdsl.emit_prelude import emit_past, emit_prelude
+    from ttmdsl.emit_prelude import emit_micro, emit_past, emit_prelude
     from ttmdsl.emit_reference import emit_reference
     from ttmdsl.emit_torch import emit_torch
     from ttmdsl.emit_triton import emit_triton
@@ -95,6 +95,7 @@ def sections(job: Job) -> dict[str, str]:
         "torch": emit_torch(lowered),
         "triton": emit_triton(lowered, job.tables),
         "past": "" if by_itself else emit_past(spec, lowered.prelude),
+        "micro": emit_micro(lowered.prelude),
     }
 
 

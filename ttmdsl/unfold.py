@@ -159,7 +159,7 @@ def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule
         parts = tuple((t, of) for t, of in made.micro.items() if of)
         own = MicroTokens(size, micro.spec.tensors, parts, alone)
         if any(t.kind == "input" for t in both):  # what tells how many tokens there are
-            ways.append((micro, replace(made.prelude(), tensors=whole.spec.tensors, micro=own)))
+            ways.insert(-1, (micro, replace(made.prelude(), tensors=whole.spec.tensors, micro=own)))
     return whole, prelude, ways
 
 
