@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ttmdsl.builder import Builder
 from ttmdsl.differentiate import DIFFERENTIABLE, RULES, differentiate, gradients, values_alone
-from ttmdsl.ir import PAST, Node, Program, constant, reachable, verify
+from ttmdsl.ir import PAST, Node, Program, constant, earlier, reachable, verify
 from ttmdsl.lower import Form
 
 DIMS = ("i", "j")
@@ -99,6 +99,7 @@ CASES: dict[str, Callable[[Inputs, Builder], Node]] = {
     "tri_inv of a solve and a sum": lambda n, b: b.add(
         solve(n, b, n.x), b.sum(b.tri_inv(b.mask(n.pairs(n.x, n.y), "strict")), {"s"})
     ),
+    "mask of earlier groups": lambda n, b: b.mask(n.pairs(n.x, n.y), earlier(3)),
     "decay_dot": lambda n, b: b.decay_dot(n.x, n.later(n.y), n.total(), n.later(n.total()), "lower", "i"),
     "decay_mix": lambda n, b: b.decay_mix(
         n.pairs(n.x, n.y), n.later(n.y), n.total(), n.later(n.total()), "strict"

@@ -58,6 +58,35 @@ layer Drawn {{
     return text, len(alike) == 1 or all(sum(of) == 1 for of in alike)
 
 
+@st.composite
+def windows(draw: st.DrawFn) -> str:
+    """A layer that takes l2 errors of the last few tokens at every token."""
+    c = draw(st.sampled_from([2, 3, 5]))
+    weight = draw(st.sampled_from(["", ", weight = gamma", ", weight = softmax(gamma)"]))
+    memories = draw(st.sampled_from([["S"], ["S", "A"]]))
+    key = draw(st.sampled_from(["k", "u", "k / |k|", "alpha * k", "power(k, 2)"]))
+    error = " + ".join(f"{m} @ ({key})" for m in memories) + draw(st.sampled_from([" - v", " - w * v", ""]))
+    slope = draw(st.sampled_from(["1/2", "g/2"]))
+    dotted = draw(st.sampled_from(["", " - <S @ (l), v>"])) if "power" not in key else ""
+    at = draw(st.sampled_from(["", ", at = retained"]))
+    columns = "d_k^2" if "power" in key else "d_k"
+    query = "power(q, 2)" if "power" in key else "u - q"
+    kept = ", ".join(f"alpha * {m}" for m in memories)
+    return f"""
+layer Drawn {{
+  dim d_k, d_v
+  input q[d_k], k[d_k], l[d_k], v[d_v], w[d_v]
+  gate alpha: decay, eta: unit, g: unit, gamma[c]: unit
+  const c = {c}
+  let u = k + delay(l, 1)
+  memory {", ".join(f"{m}[d_v, {columns}]" for m in memories)}
+  bias window(c{weight}) of ({slope} * |{error}|^2{dotted})
+  retention {kept if len(memories) == 1 else f"({kept})"}
+  optimizer gd(rate = eta{at})
+  read {" + ".join(f"{m} @ ({query})" for m in memories)}
+}}"""
+
+
 def misses(text: str, backend: str, dtype: str) -> list[str]:
     torch.set_num_threads(1)
     rows = parity(ttmdsl.compile(text), dtypes=[getattr(torch, dtype)], shapes=SHAPES, backends=[backend])
@@ -91,6 +120,15 @@ def test_cotangents_meet_inverses_by_vectors_alone(spec: Lowered) -> None:
 def test_torch_is_the_reference(drawn: tuple[str, bool]) -> None:
     text, solved = drawn
     assert (lowered(text).recurrence == "affine") == solved
+    assert misses(text, "torch", "float64") == []
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(windows())
+def test_windows_are_the_reference(text: str) -> None:
+    found = lowered(text)
+    assert found.recurrence == "affine"
+    assert found.prelude.micro
     assert misses(text, "torch", "float64") == []
 
 

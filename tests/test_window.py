@@ -23,6 +23,7 @@ from ttmdsl.lower import Lowered, lower
 from ttmdsl.parity import parity
 from ttmdsl.parse import parse
 from ttmdsl.past import history
+from ttmdsl.unfold import MOST_MICRO
 
 BACKENDS = ("reference", "torch")
 
@@ -319,8 +320,8 @@ def test_a_token_is_written_once_however_long_the_window_is() -> None:
     for c in (2, 4, 16):
         found = chunk_of(text, b=64, c=c)
         assert found.chunk is not None
-        assert found.bands is not None
-        assert found.bands.depth == c - 1
+        assert found.prelude.bands is not None
+        assert found.prelude.bands.depth == c - 1
         program = found.chunk.forward
         vectors = [n.name for n in program.leaves() if n.role in ("token", "before") and len(n.axes) > 1]
         assert sorted(vectors) == ["k", "k__before", "q", "v", "v__before"]
@@ -346,7 +347,7 @@ def test_other_windows_are_sums_over_delayed_tensors(why: str) -> None:
     text, consts = NO_BANDS[why]
     found = chunk_of(text, **consts)
     assert found.chunk is not None
-    assert found.bands is None
+    assert found.prelude.bands is None
     assert not any(n.role == "before" for n in found.chunk.forward.leaves())
 
 
@@ -360,8 +361,47 @@ def test_a_momentum_and_a_deep_memory_have_bands_too() -> None:
     for text, consts in ((LONG, {}), (read("omega_net")[0], {"b": 4})):
         found = chunk_of(text, **consts)
         assert found.chunk is not None
-        assert found.bands is not None
+        assert found.prelude.bands is not None
         assert any(n.op == "diagonal" for n in found.chunk.forward.nodes)
+
+
+MICRO = {
+    "as it is": (OMEGA, {}),
+    "no weight": (NORMALISED, {}),
+    "delays and a declared decay": (GATED.replace("const     b = 3", "").replace(", batch = b", ""), {}),
+    "features": (OMEGA, {"p": 2}),
+    "at the retained state": (OMEGA.replace("batch = b", "at = retained"), {}),
+}
+NO_MICRO = {
+    "free of the memory": (SWLA, {}),
+    "in groups": (OMEGA, {"b": 4}),
+    "of one token": (OMEGA, {"c": 1}),
+    "too long": (OMEGA, {"c": MOST_MICRO + 1}),
+    "momentum": (OMEGA.replace("gd(rate", "momentum(decay = alpha, rate").replace(", batch = b", ""), {}),
+    "a decay per channel": (OMEGA.replace("alpha: decay", "alpha[d_k]: decay").replace("alpha * S", "S * alpha"), {}),
+    "beside a pass without a window": (PASSES.replace(", batch = b", "").replace("window(2) of ", ""), {}),
+}
+
+
+@pytest.mark.parametrize("why", MICRO)
+def test_windows_at_every_token_are_micro_tokens(why: str) -> None:
+    text, consts = MICRO[why]
+    found = chunk_of(text, **consts)
+    micro = found.prelude.micro
+    assert found.recurrence == "affine"
+    assert found.chunk is not None
+    assert micro is not None
+    vectors = [n.name for n in found.chunk.forward.leaves() if n.role == "token" and len(n.axes) > 1]
+    assert len([name for name in vectors if name.endswith("micro")]) == 2  # however long the window is
+    assert found.whole_tokens(64) == 64 // micro.number * micro.number
+    products = [p.nodes for p in (found.chunk.forward, chunk_of(read("gated_delta_net")[0]).chunk.forward)]
+    assert len({sum(map(is_product, nodes)) for nodes in products}) == 1
+
+
+@pytest.mark.parametrize("why", NO_MICRO)
+def test_other_windows_have_no_micro_tokens(why: str) -> None:
+    text, consts = NO_MICRO[why]
+    assert chunk_of(text, **consts).prelude.micro is None
 
 
 def kernels(name: str) -> list[str]:
@@ -385,6 +425,7 @@ def missed(module: ModuleType, shapes: tuple[Shape, ...]) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
+        "omega_linear",
         "omega_linear in groups",
         "omega_linear in groups of two units",
         "omega_linear of squares",
@@ -440,7 +481,7 @@ def test_explain_sums_over_the_window() -> None:
 
 
 def test_explain_says_why_there_is_no_chunk_form() -> None:
-    source = Path(str(ttmdsl.load("omega_linear").__file__)).read_text(encoding="utf-8")
+    source = Path(str(ttmdsl.load("omega_linear", c=MOST_MICRO + 1).__file__)).read_text(encoding="utf-8")
     assert "Recurrence sequential" in source
     assert "writes more than 2 vectors that follow from the state" in " ".join(source.replace("#", "").split())
 

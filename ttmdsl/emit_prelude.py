@@ -7,7 +7,8 @@ autograd, so gradients flow through it. The reference does not use it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ttmdsl import spec as s
@@ -51,7 +52,7 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_un
         rest=rest,
         bands=bands,
         micro=prelude.micro,
-        dealt=_dealt(prelude, {str(t["keyword"]) for v in (shared, rest) for t in v.sources()}),
+        dealt=_dealt(prelude, [t["keyword"] for v in (shared, rest) for t in v.sources()]),
         chunks_take=[*(t.keyword for t in taken), *map(kept_name, before), SEEN_KEPT],
         before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],
         before_made=_Values(spec, prelude, [v for v in prelude.values if v[0] in before]),
@@ -81,14 +82,18 @@ def emit_micro(prelude: Prelude) -> str:
     return render("micro_kernel.py.j2", number=prelude.micro.number) if prelude.micro else ""
 
 
-def _dealt(prelude: Prelude, needed: set[str]) -> list[str]:
+def _dealt(prelude: Prelude, needed: Iterable[object]) -> list[str]:
     """Tensors that chunks take of each of a window's tokens, but for those whose pasts something else is made of."""
+    micro = prelude.micro
+    if micro is None:
+        return []
     pasts = {made: (tensor, by) for made, tensor, by in prelude.past}
-    return [
-        of[0].keyword
-        for _, of in (prelude.micro.parts if prelude.micro else ())
-        if all(pasts.get(made) == (of[0], by) and made.keyword not in needed for by, made in enumerate(of) if by)
-    ]
+    uses = Counter([*needed, *(t.keyword for t in micro.repeated), *(t.keyword for _, of in micro.parts for t in of)])
+
+    def alone(of: tuple[s.Tensor, ...]) -> bool:
+        return all(pasts.get(t) == (of[0], by) and uses[t.keyword] == 1 for by, t in enumerate(of) if by)
+
+    return [of[0].keyword for _, of in micro.parts if alone(of)]
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ read through, as errors of an l2 loss are: then A_vv is as that error's alone.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ttmdsl.builder import Builder
 from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, chained, total
-from ttmdsl.ir import Node, addends, depends_on, factors, is_zero
+from ttmdsl.ir import Node, addends, depends_on, factors, in_order, is_zero
 from ttmdsl.lower_expr import NotChunkable
 
 # Systems of n vectors take about n^3 / 3 products of tokens by tokens: two vectors 0.6 of the sequential form's time,
@@ -67,6 +67,7 @@ def solve(
     """The writes of each memory by its name, free of the unknowns. Raises NotChunkable where they are not affine in
     these, or too many."""
     values = [u.value for u in unknowns]
+    found = _equal_as_one(found)
     parts: dict[Node, Parts] = {}  # of what is written and holds unknowns
     equations = {u.value: _equation(b, u, values, found[u.memory.name], moment, parts) for u in unknowns}
     reads: dict[Node, Node] = {}
@@ -105,6 +106,17 @@ def solve(
         return Write(written.get(w.left, w.left), written.get(w.right, w.right))
 
     return {name: [solved(w) for w in writes] for name, writes in found.items()}
+
+
+def _equal_as_one(found: Mapping[str, Sequence[Write]]) -> dict[str, list[Write]]:
+    """The same writes; of vectors that are the same product in several orders the first one stands for all."""
+    known: dict[tuple[object, ...], Node] = {}
+
+    def first(n: Node) -> Node:
+        product = n.args[0] if n.op == "neg" else n
+        return known.setdefault((product is n, n.axes, *in_order(factors(product))), n)
+
+    return {name: [replace(w, left=first(w.left), right=first(w.right)) for w in found[name]] for name in found}
 
 
 @dataclass(frozen=True)
