@@ -32,14 +32,17 @@ def per_token(spec: LayerSpec, lowered: Lowered | LoweredKernel) -> list[str]:
         kept = "the keys and values that it may still read"
         lines = [f"forward: about {_text(work)} multiply-adds", f"state: {kept}"]
         return [*lines, "T: the tokens so far"] if any("T" in factors for factors in work) else lines
-    program = lowered.chunk or lowered.token
+    program, times = lowered.chunk or lowered.token, lowered.prelude.steps
+    if lowered.prelude.micro:
+        times *= lowered.prelude.micro.number
     state = Counter(tuple(sorted(shape)) for name, shape in state_shapes(spec).items() if name != POSITION)
     lines = [
-        f"forward: {_text(_work(program.forward))} multiply-adds",
-        f"backward: {_text(_work(program.backward))}, what it computes once more among them",
+        f"forward: {_text(_work(program.forward, times))} multiply-adds",
+        f"backward: {_text(_work(program.backward, times))}, what it computes once more among them",
         f"state: {_text(state)} numbers",
     ]
-    return [*lines, "C: the tokens of a chunk"] if lowered.chunk else lines
+    of = "tokens" if times == 1 else f"micro-tokens, {times} for every token,"
+    return [*lines, f"C: the {of} of a chunk"] if lowered.chunk else lines
 
 
 def _kernel(form: KernelForm) -> Polynomial:
@@ -48,8 +51,8 @@ def _kernel(form: KernelForm) -> Polynomial:
     return Counter({(reach, form.key_dim): passes, (reach, form.value_dim): passes})
 
 
-def _work(program: Program) -> Polynomial:
-    """Multiply-adds of one unit, divided among its tokens."""
+def _work(program: Program, times: int) -> Polynomial:
+    """Multiply-adds of one unit, divided among its tokens, each of which is so many of the unit's."""
     work: Polynomial = Counter()
     for node in program.nodes:
         axes = {x for a in node.args for x in a.axes}
@@ -69,7 +72,7 @@ def _work(program: Program) -> Polynomial:
         dims = sorted(base_dim(x) for x in axes if x not in TOKEN_AXES)
         if chunk >= 0 and chunk + len(dims) > 1:  # else once a chunk and not for every token, or a vector's
             work[("C",) * chunk + tuple(dims)] += 1
-    return work
+    return Counter({factors: times * count for factors, count in work.items()})
 
 
 def _text(work: Polynomial) -> str:

@@ -23,8 +23,8 @@ from ttmdsl.chunk_memory import ChunkMemory, Moment, Write, chained, total
 from ttmdsl.ir import Node, addends, depends_on, factors, in_order, is_zero
 from ttmdsl.lower_expr import NotChunkable
 
-# Systems of n vectors take about n^3 / 3 products of tokens by tokens: two vectors 0.6 of the sequential form's time,
-# four 1.5 times as much (measured: benchmarks/NOTES.md).
+# Systems of n vectors take about n^3 / 3 products of tokens by tokens: two vectors 0.4 of the sequential form's time,
+# four about as much as that (measured: benchmarks/NOTES.md).
 MOST = 2
 
 _NOT_AFFINE = "the gradient at every token is not affine in the memory"
