@@ -69,20 +69,22 @@ def windows(draw: st.DrawFn) -> str:
     slope = draw(st.sampled_from(["1/2", "g/2"]))
     dotted = draw(st.sampled_from(["", " - <S @ (l), v>"])) if "power" not in key else ""
     at = draw(st.sampled_from(["", ", at = retained"]))
+    optimizer, channel = draw(st.sampled_from([("gd(", ""), ("gd(", "[d_k]"), ("momentum(decay = theta, ", "")]))
     columns = "d_k^2" if "power" in key else "d_k"
     query = "power(q, 2)" if "power" in key else "u - q"
+    channel = channel if columns == "d_k" else ""
     kept = ", ".join(f"alpha * {m}" for m in memories)
     return f"""
 layer Drawn {{
   dim d_k, d_v
   input q[d_k], k[d_k], l[d_k], v[d_v], w[d_v]
-  gate alpha: decay, eta: unit, g: unit, gamma[c]: unit
+  gate alpha{channel}: decay, theta: decay, eta: unit, g: unit, gamma[c]: unit
   const c = {c}
   let u = k + delay(l, 1)
   memory {", ".join(f"{m}[d_v, {columns}]" for m in memories)}
   bias window(c{weight}) of ({slope} * |{error}|^2{dotted})
   retention {kept if len(memories) == 1 else f"({kept})"}
-  optimizer gd(rate = eta{at})
+  optimizer {optimizer}rate = eta{at})
   read {" + ".join(f"{m} @ ({query})" for m in memories)}
 }}"""
 

@@ -179,6 +179,8 @@ LAYERS = {
     "omega_linear": lambda: ttmdsl.load("omega_linear", c=3),
     "omega_linear in groups": lambda: ttmdsl.load("omega_linear", c=3, b=2),
     "omega_linear in groups of two units": lambda: ttmdsl.load("omega_linear", c=20, b=128),
+    "with momentum": lambda: ttmdsl.compile(MICRO["momentum"][0], c=3),
+    "by channel": lambda: ttmdsl.compile(MICRO["a decay per channel"][0], c=3),
     "omega_linear of squares": lambda: ttmdsl.load("omega_linear", c=6, b=4, p=2),
     "normalised": lambda: ttmdsl.compile(NORMALISED.replace("(rate = eta)", "(rate = eta, batch = 3)")),
     "gated": lambda: ttmdsl.compile(GATED),
@@ -370,6 +372,8 @@ MICRO = {
     "no weight": (NORMALISED, {}),
     "delays and a declared decay": (GATED.replace("const     b = 3", "").replace(", batch = b", ""), {}),
     "features": (OMEGA, {"p": 2}),
+    "momentum": (OMEGA.replace("gd(rate", "momentum(decay = alpha, rate"), {}),
+    "a decay per channel": (OMEGA.replace("alpha: decay", "alpha[d_k]: decay").replace("alpha * S", "S * alpha"), {}),
     "at the retained state": (OMEGA.replace("batch = b", "at = retained"), {}),
 }
 NO_MICRO = {
@@ -377,8 +381,6 @@ NO_MICRO = {
     "in groups": (OMEGA, {"b": 4}),
     "of one token": (OMEGA, {"c": 1}),
     "too long": (OMEGA, {"c": MOST_MICRO + 1}),
-    "momentum": (OMEGA.replace("gd(rate", "momentum(decay = alpha, rate").replace(", batch = b", ""), {}),
-    "a decay per channel": (OMEGA.replace("alpha: decay", "alpha[d_k]: decay").replace("alpha * S", "S * alpha"), {}),
     "beside a pass without a window": (PASSES.replace(", batch = b", "").replace("window(2) of ", ""), {}),
 }
 
@@ -394,8 +396,14 @@ def test_windows_at_every_token_are_micro_tokens(why: str) -> None:
     vectors = [n.name for n in found.chunk.forward.leaves() if n.role == "token" and len(n.axes) > 1]
     assert len([name for name in vectors if name.endswith("micro")]) == 2  # however long the window is
     assert found.whole_tokens(64) == 64 // micro.number * micro.number
-    products = [p.nodes for p in (found.chunk.forward, chunk_of(read("gated_delta_net")[0]).chunk.forward)]
-    assert len({sum(map(is_product, nodes)) for nodes in products}) == 1
+    assert found.whole_tokens(1) == micro.number
+
+
+def test_micro_tokens_are_as_much_work_as_tokens() -> None:
+    """A chunk of them takes the products of a gated delta rule, however long the window is."""
+    chunks = [chunk_of(read("gated_delta_net")[0]).chunk, *(chunk_of(OMEGA, c=c).chunk for c in (2, 7, MOST_MICRO))]
+    assert len({sum(map(is_product, c.forward.nodes)) for c in chunks if c}) == 1
+    assert len({sum(map(is_product, c.backward.nodes)) for c in chunks if c}) == 1
 
 
 @pytest.mark.parametrize("why", NO_MICRO)
@@ -425,10 +433,11 @@ def missed(module: ModuleType, shapes: tuple[Shape, ...]) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        "omega_linear",
         "omega_linear in groups",
         "omega_linear in groups of two units",
         "omega_linear of squares",
+        "with momentum",
+        "by channel",
         "normalised",
         "gated",
         "long",

@@ -67,8 +67,9 @@ class Write:
 class ChunkMemory:
     """One memory over one chunk; implements `VirtualMemory` for the readout after each token.
 
-    `group`: what a token writes is read by its own group of so many tokens only after the last of them. `own`: log2 of
-    the decay of its group, which the first of them has.
+    `live`: 1 where the memory decays, and adds its momentum. `group`: what a token writes is read by its own group of
+    so many tokens only after the last of them, where alone it is live; `own`: log2 of the decay of its group, which the
+    first of them has.
     """
 
     b: Builder
@@ -96,8 +97,6 @@ class ChunkMemory:
         if self.log_momentum_decay is not None and self.log_momentum_decay.axes != ("t",):
             raise NotChunkable("a momentum decay per channel has no factored form")
         self.channel = channels[0] if channels else ""
-        if self.group > 1 and (self.channel or self.momentum is not None):
-            raise NotChunkable("a window at every token, and momentum or a decay per channel, have no factored form")
 
     def other(self, axis: str) -> str:
         """The other one of the memory's two axes."""

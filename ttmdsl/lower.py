@@ -70,9 +70,9 @@ class Lowered:
         return self.prelude.bands or self.prelude.micro
 
     def whole_tokens(self, number: int) -> int:
-        """The most micro-tokens, up to so many, that make whole tokens."""
-        micro = self.prelude.micro
-        return number // micro.number * micro.number if micro else number
+        """The most micro-tokens, up to so many, that make whole tokens; or those of one."""
+        each = self.prelude.micro.number if self.prelude.micro else 1
+        return max(1, number // each) * each
 
     @property
     def in_units(self) -> bool:

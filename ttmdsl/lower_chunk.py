@@ -133,7 +133,11 @@ class _PassLowering:
         log_decay, derived = self._live_log(decay, live), self.derived
         own = None
         if derived.first is not None:
-            own, log_decay = log_decay, b.mul(log_decay, self.lower.vector(derived.first, env))
+            first = self.lower.vector(derived.first, env)
+            own, log_decay = log_decay, b.mul(log_decay, first)
+            log_momentum = log_momentum and b.mul(log_momentum, first)
+        if derived.last is not None:
+            live = b.mul(live, self.lower.vector(derived.last, env))
         return ChunkMemory(
             b, memory.name, rows, columns, start, log_decay, live, last, momentum, log_momentum, derived.group, own
         )

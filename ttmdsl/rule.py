@@ -53,8 +53,8 @@ class PassRule:
     `delays`: of a window, what the gradient of the token so many tokens ago is multiplied by, the current one first;
     without any, gradients are the current token's, or summed over the window.
 
-    `group`: so many tokens in a row take their gradients at the state before the first of them, which `first` marks
-    with 1, others with 0; memories decay there alone, and all of the group come with that decay.
+    `group`: so many tokens in a row take their gradients at the state before the first of them. `first` and `last` mark
+    with 1 where memories and momenta decay, and where memories add their momenta; all of a group come with its decays.
     """
 
     name: str
@@ -64,6 +64,7 @@ class PassRule:
     delays: tuple[Expr, ...] = ()
     group: int = 1
     first: Expr | None = None
+    last: Expr | None = None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from ttmdsl.spec import (
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
 
 FIRST, LAST = "step__first", "step__last"
-MOST_MICRO = 32  # micro-tokens of a token: chunks have few more
+MOST_MICRO = 16  # micro-tokens of a token: each takes as much memory as a token does
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,16 @@ class MicroTokens:
     alone: str
 
     @property
-    def first(self) -> str:
-        """The mark of each token's first one."""
-        return FIRST
+    def marks(self) -> dict[str, int]:
+        """The marks of each token's first one, and of the last one where that is taken, with their places."""
+        places = {FIRST: 0, LAST: self.number - 1}
+        return {name: place for name, place in places.items() if any(t.name == name for t in self.tensors)}
 
     @property
     def repeated(self) -> tuple[Tensor, ...]:
         """Those of which each micro-token has its token's."""
         made = {made for made, _ in self.parts}
-        return tuple(t for t in self.tensors if t not in made and t.name != FIRST)
+        return tuple(t for t in self.tensors if t not in made and t.name not in self.marks)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _used(
     for p, d in zip(passes, derived, strict=True):
         roots += [e for _, e in d.definitions] + [*d.gradients.values(), *d.delays]
         roots += [*p.retention.values(), *p.project.values(), p.read, p.optimizer.rate]
-        roots += [e for e in (p.optimizer.decay, p.optimizer.ridge, d.first) if e is not None]
+        roots += [e for e in (p.optimizer.decay, p.optimizer.ridge, d.first, d.last) if e is not None]
     names = {n.name for root in roots for n in walk(root) if isinstance(n, Ref)}
     lets = []
     for name, e in reversed(spec.lets):
@@ -385,9 +386,10 @@ class _Made:
 
         definitions = tuple((n, alike(e)) for n, e in derived.definitions)
         gradients = {name: mul(weight, alike(g)) for name, g in derived.gradients.items()}
-        first = Ref(FIRST, "gate", ())
-        self.micro.setdefault(_gate(FIRST, ()), ())
-        return replace(derived, definitions=definitions, gradients=gradients, group=len(agos), first=first)
+        marks = [Ref(name, "gate", ()) for name in ((FIRST, LAST) if p.optimizer.decay else (FIRST,))]
+        self.micro.update({_gate(mark.name, ()): () for mark in marks})
+        first, last = (*marks, None)[:2]
+        return replace(derived, definitions=definitions, gradients=gradients, group=len(agos), first=first, last=last)
 
     def _without_lets(self, e: Expr) -> Expr:
         """The same with declared lets written out."""
