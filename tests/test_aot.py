@@ -1,11 +1,12 @@
 """Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
 
-What is covered in bfloat16, forward and backward: all kernels of each form by Triton 3.6 at head size 64 for sm_90; by
-the newest, but for what is like lattice_dec, of the forms for tokens from the start of a group on, since the others'
-kernels differ in little, at 64 for sm_80 and at 128 for sm_90. The rest of the matrix (both versions, three head sizes,
-two targets) takes a quarter of an hour on two cores, and CI has that for all that it does: `python tests/aot_matrix.py`
-compiles it and writes docs/aot.md. A kernel fails that does not compile, or that wants more shared memory than its
-target has. Spilled registers are no failure: they are listed after the tests.
+What is covered in bfloat16, forward and backward, but of what is like lattice_dec: all kernels of each form by Triton
+3.6 at head size 64 for sm_90; by the newest, of the forms for tokens from the start of a group on, since the others'
+kernels differ in little, at 64 for sm_80, and at 128 for sm_90 (there of single tokens where these are all). The rest
+of the matrix (both versions, three head sizes, two targets) takes a quarter of an hour on two cores, and CI has that
+for all that it does: `python tests/aot_matrix.py` compiles it and writes docs/aot.md. A kernel fails that does not
+compile, or that wants more shared memory than its target has. Spilled registers are no failure: they are listed after
+the tests.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 from aot_matrix import OLD, VARIANTS, triton_36
 
+import ttmdsl
 from ttmdsl.aot import (
     AROUND,
     OF_OP,
@@ -44,6 +46,7 @@ from ttmdsl.machine_code import MixUp
 
 UNLIKE = [v for v in VARIANTS if not v.startswith(("lattice_enc", "lattice_sim"))]  # these are like lattice_dec
 FROM_A_START = "_(chunk|token)_"  # what kernels' names begin with that take whole groups of tokens
+WIDE = "_chunk_|_token_forward_"
 CACHE = Path(__file__).parent.parent / ".triton"
 MUON = """layer Muon {
   dim d
@@ -83,9 +86,15 @@ class Compiler:
                 record_property("spill", {"triton": "newest" if self.packages is None else OLD, **asdict(row)})
         failures = [f"{r.kernel} D={r.head} {r.target}: {r.error}" for r in rows if r.error]
         assert not failures, "\n".join(failures)
-        kernels = {r.kernel for r in rows}
-        assert {"_token_forward_kernel", "_token_backward_kernel"} <= kernels
+        assert "_token_forward_kernel" in {r.kernel for r in rows}
+        assert any("_backward_" in r.kernel for r in rows)
         assert all(r.registers > 0 for r in rows)
+
+
+def in_chunks(variant: str) -> bool:
+    """Whether a layer has kernels of chunks."""
+    name, consts = parse_variant(variant)
+    return "def _chunk_forward_" in Path(str(ttmdsl.load(name, **consts).__file__)).read_text(encoding="utf-8")
 
 
 def as_compiler(*packages: str) -> None:
@@ -122,11 +131,12 @@ def test_newest_triton(variant: str, newest: Compiler, record_property: Any) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", UNLIKE)
 def test_wide_heads(variant: str, newest: Compiler, record_property: Any) -> None:
-    newest.judge(Job(variant, 128, "sm_90", "bfloat16", named=FROM_A_START), record_property)
+    named = WIDE if in_chunks(variant) else FROM_A_START
+    newest.judge(Job(variant, 128, "sm_90", "bfloat16", named=named), record_property)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", UNLIKE)
 def test_triton_36(variant: str, old: Compiler, record_property: Any) -> None:
     old.judge(Job(variant, 64, "sm_90", "bfloat16", named=OF_OP), record_property)
 
