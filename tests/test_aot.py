@@ -26,7 +26,6 @@ from typing import Any
 import pytest
 from aot_matrix import OLD, VARIANTS, triton_36
 
-import ttmdsl
 from ttmdsl.aot import (
     AROUND,
     OF_OP,
@@ -42,7 +41,10 @@ from ttmdsl.aot import (
 )
 from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
+from ttmdsl.loader import read
 from ttmdsl.machine_code import MixUp
+from ttmdsl.options import Options
+from ttmdsl.pipeline import compile_source
 
 UNLIKE = [v for v in VARIANTS if not v.startswith(("lattice_enc", "lattice_sim"))]  # these are like lattice_dec
 FROM_A_START = "_(chunk|token)_"  # what kernels' names begin with that take whole groups of tokens
@@ -94,7 +96,7 @@ class Compiler:
 def in_chunks(variant: str) -> bool:
     """Whether a layer has kernels of chunks."""
     name, consts = parse_variant(variant)
-    return "def _chunk_forward_" in Path(str(ttmdsl.load(name, **consts).__file__)).read_text(encoding="utf-8")
+    return "def _chunk_forward_" in compile_source(*read(name), consts, Options.from_environment())
 
 
 def as_compiler(*packages: str) -> None:
