@@ -103,6 +103,11 @@ layer Passes {
 """
 
 
+OMEGA, SWLA = read("omega_linear")[0], read("swla")[0]
+MOMENTUM = OMEGA.replace("gd(rate", "momentum(decay = alpha, rate")
+BY_CHANNEL = OMEGA.replace("alpha: decay", "alpha[d_k]: decay").replace("alpha * S", "S * alpha")
+
+
 def tensors(module: ModuleType, tokens: int, dims: tuple[int, ...] = (5, 3), batch: int = 2) -> dict[str, Tensor]:
     return draw(module, Shape("", batch=batch, tokens=tokens, heads=2, dims=dims, state=False), seed=1).x
 
@@ -179,8 +184,8 @@ LAYERS = {
     "omega_linear": lambda: ttmdsl.load("omega_linear", c=3),
     "omega_linear in groups": lambda: ttmdsl.load("omega_linear", c=3, b=2),
     "omega_linear in groups of two units": lambda: ttmdsl.load("omega_linear", c=20, b=128),
-    "with momentum": lambda: ttmdsl.compile(MICRO["momentum"][0], c=3),
-    "by channel": lambda: ttmdsl.compile(MICRO["a decay per channel"][0], c=3),
+    "with momentum": lambda: ttmdsl.compile(MOMENTUM, c=3),
+    "by channel": lambda: ttmdsl.compile(BY_CHANNEL, c=3),
     "omega_linear of squares": lambda: ttmdsl.load("omega_linear", c=6, b=4, p=2),
     "normalised": lambda: ttmdsl.compile(NORMALISED.replace("(rate = eta)", "(rate = eta, batch = 3)")),
     "gated": lambda: ttmdsl.compile(GATED),
@@ -331,7 +336,6 @@ def test_a_token_is_written_once_however_long_the_window_is() -> None:
     assert len(work) == 1
 
 
-OMEGA, SWLA = read("omega_linear")[0], read("swla")[0]
 NO_BANDS = {
     "nothing before a chunk is reached": (OMEGA, {"b": 4, "c": 1}),
     "gradients take delayed tensors": (
@@ -365,51 +369,6 @@ def test_a_momentum_and_a_deep_memory_have_bands_too() -> None:
         assert found.chunk is not None
         assert found.prelude.bands is not None
         assert any(n.op == "diagonal" for n in found.chunk.forward.nodes)
-
-
-MICRO = {
-    "as it is": (OMEGA, {}),
-    "no weight": (NORMALISED, {}),
-    "delays and a declared decay": (GATED.replace("const     b = 3", "").replace(", batch = b", ""), {}),
-    "features": (OMEGA, {"p": 2}),
-    "momentum": (OMEGA.replace("gd(rate", "momentum(decay = alpha, rate"), {}),
-    "a decay per channel": (OMEGA.replace("alpha: decay", "alpha[d_k]: decay").replace("alpha * S", "S * alpha"), {}),
-    "at the retained state": (OMEGA.replace("batch = b", "at = retained"), {}),
-}
-NO_MICRO = {
-    "free of the memory": (SWLA, {}),
-    "in groups": (OMEGA, {"b": 4}),
-    "of one token": (OMEGA, {"c": 1}),
-    "too long": (OMEGA, {"c": MOST_MICRO + 1}),
-    "beside a pass without a window": (PASSES.replace(", batch = b", "").replace("window(2) of ", ""), {}),
-}
-
-
-@pytest.mark.parametrize("why", MICRO)
-def test_windows_at_every_token_are_micro_tokens(why: str) -> None:
-    text, consts = MICRO[why]
-    found = chunk_of(text, **consts)
-    micro = found.prelude.micro
-    assert found.recurrence == "affine"
-    assert found.chunk is not None
-    assert micro is not None
-    vectors = [n.name for n in found.chunk.forward.leaves() if n.role == "token" and len(n.axes) > 1]
-    assert len([name for name in vectors if name.endswith("micro")]) == 2  # however long the window is
-    assert found.whole_tokens(64) == 64 // micro.number * micro.number
-    assert found.whole_tokens(1) == micro.number
-
-
-def test_micro_tokens_are_as_much_work_as_tokens() -> None:
-    """A chunk of them takes the products of a gated delta rule, however long the window is."""
-    chunks = [chunk_of(read("gated_delta_net")[0]).chunk, *(chunk_of(OMEGA, c=c).chunk for c in (2, 7, MOST_MICRO))]
-    assert len({sum(map(is_product, c.forward.nodes)) for c in chunks if c}) == 1
-    assert len({sum(map(is_product, c.backward.nodes)) for c in chunks if c}) == 1
-
-
-@pytest.mark.parametrize("why", NO_MICRO)
-def test_other_windows_have_no_micro_tokens(why: str) -> None:
-    text, consts = NO_MICRO[why]
-    assert chunk_of(text, **consts).prelude.micro is None
 
 
 def kernels(name: str) -> list[str]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from ttmdsl import spec as s
 from ttmdsl.past import SEEN_KEPT, kept_name, past_name
+from ttmdsl.prelude import FIRST, LAST, Prelude, seen_name
 from ttmdsl.print_reference import Printer, fn_params
 from ttmdsl.templates import render
-from ttmdsl.unfold import FIRST, LAST, Prelude, seen_name
 from ttmdsl.walk_expr import walk
 
 

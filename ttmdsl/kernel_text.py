@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ttmdsl.ir import Axes
+from ttmdsl.ir import Axes, groups
 from ttmdsl.kernels import Kind
 from ttmdsl.printer import Names
 from ttmdsl.tuning import in_step, without_gradients
@@ -88,6 +88,11 @@ class KernelText:
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
     signature: str = ""
+
+    @property
+    def earlier(self) -> dict[str, int]:
+        """The masks of earlier groups that it uses, each with the tokens of a group."""
+        return {use: groups(use) for use in sorted(self.uses) if groups(use)}
 
     @property
     def way(self) -> str:

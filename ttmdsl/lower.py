@@ -16,8 +16,9 @@ from ttmdsl.kernel_form import LoweredKernel, lower_kernel
 from ttmdsl.lower_chunk import lower_chunk
 from ttmdsl.lower_expr import NotChunkable
 from ttmdsl.lower_token import lower_token
+from ttmdsl.prelude import Bands, MicroTokens, Prelude
 from ttmdsl.rule import UpdateRule
-from ttmdsl.unfold import Bands, MicroTokens, Prelude, unfold
+from ttmdsl.unfold import unfold
 
 Recurrence = Literal["additive", "affine", "frozen", "sequential"]
 

@@ -238,11 +238,11 @@ def _solution(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence[N
     """The l of l_i = t_i + sum_j A_ij l_j. What moves A moves l as if A l had moved t: of how l is found, no gradient
     is asked."""
     constant = b.const(0.0)
-    fixed = [[_strictly(b, b.implicit(x, constant)) if not is_zero(x) else x for x in row] for row in systems]
+    fixed = [[b.mask(b.implicit(x, constant), "strict") if not is_zero(x) else x for x in row] for row in systems]
     found = [b.implicit(n, constant) for n in _eliminated(b, fixed, targets)]
     moved = []
     for row, target in zip(systems, targets, strict=True):
-        parts = [_applied(b, _strictly(b, x), n) for x, n in zip(row, found, strict=True) if not is_zero(x)]
+        parts = [_applied(b, b.mask(x, "strict"), n) for x, n in zip(row, found, strict=True) if not is_zero(x)]
         moved.append(b.implicit(target, total(b, [target, *parts])))
     return _eliminated(b, fixed, moved)
 
@@ -269,12 +269,7 @@ def _eliminated(b: Builder, systems: Sequence[Sequence[Node]], targets: Sequence
 
 def _inverse(b: Builder, system: Node) -> Node:
     """(I - system)^-1 over the chunk's tokens, of a strictly lower one."""
-    return b.label(b.tri_inv(_strictly(b, system)), "inverse")
-
-
-def _strictly(b: Builder, system: Node) -> Node:
-    """The same, known to be strictly lower."""
-    return system if system.op == "mask" else b.mask(system, "strict")
+    return b.label(b.tri_inv(b.mask(system, "strict")), "inverse")
 
 
 def _applied(b: Builder, matrix: Node, x: Node) -> Node:

@@ -4,8 +4,8 @@ Input: an `UpdateRule` as `derive` makes it, its gradients those of a window's s
 rule without any of these, and the `Prelude`, which says how the tensors that it needs follow from the declared ones. A
 window becomes the sum of its summand's gradients at delayed tensors; n gradient steps per token become n tokens. For
 chunks there may be another rule: gradients of the current token, by how much each later one counts them, which asks for
-the tokens before a chunk, and which there are, in place of delayed tensors. Prints nothing: the frame's code is
-emit_prelude.py's.
+the tokens before a chunk, and which there are, in place of delayed tensors; or micro-tokens, one for each token of the
+window. Prints nothing: the frame's code is emit_prelude.py's.
 
 Made names hold two underscores, which no declared name may: `k__past1` (k one token ago; where there is no such token
 the current one stands in, under a weight of zero), `seen__1` (whether there is one), `k__power2`, `y__weight1`.
@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ttmdsl.past import before_name, history, kept_name
+from ttmdsl.past import history
+from ttmdsl.prelude import FIRST, LAST, Bands, MicroTokens, Prelude, Weights, at_step, seen_name
 from ttmdsl.rule import PassRule, UpdateRule
 from ttmdsl.simplify_expr import ONE, add, mul, sub
 from ttmdsl.spec import (
@@ -38,92 +39,7 @@ from ttmdsl.spec import (
 )
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
 
-FIRST, LAST = "step__first", "step__last"
 MOST_MICRO = 16  # micro-tokens of a token: each takes as much memory as a token does
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Those of a window, an expression's values: `each` by itself, by how many tokens ago, zero where there is no such
-    token; `whole`: all of them, the current token's last. `given`: the declared tensor that they are, if any."""
-
-    each: tuple[Tensor, ...]
-    whole: Tensor
-    value: Expr
-    given: Tensor | None
-
-
-@dataclass(frozen=True)
-class Bands:
-    """What a chunk form takes whose windows are bands of weights: `tensors`, and of some of them, `before`, those of as
-    many tokens before each chunk as `depth`. `alone`: one of the tensors that single tokens take instead."""
-
-    tensors: tuple[Tensor, ...]
-    before: tuple[Tensor, ...]
-    depth: int
-    alone: str
-
-    @property
-    def table(self) -> dict[str, tuple[str, str]]:
-        """What tensors are before a chunk, by name: of which tensor, and the name of what it was before the call."""
-        return {before_name(t): (t.keyword, kept_name(t)) for t in self.before}
-
-
-@dataclass(frozen=True)
-class MicroTokens:
-    """What a chunk form takes in which every token is as many as its window has, `number`: `tensors`. Some of them are
-    made of others, one for each token of the window, the current one's first; of the rest each micro-token has its
-    token's. `alone`: one of the tensors that single tokens take instead."""
-
-    number: int
-    tensors: tuple[Tensor, ...]
-    parts: tuple[tuple[Tensor, tuple[Tensor, ...]], ...]
-    alone: str
-
-    @property
-    def marks(self) -> dict[str, int]:
-        """The marks of each token's first one, and of the last one where that is taken, with their places."""
-        places = {FIRST: 0, LAST: self.number - 1}
-        return {name: place for name, place in places.items() if any(t.name == name for t in self.tensors)}
-
-    @property
-    def repeated(self) -> tuple[Tensor, ...]:
-        """Those of which each micro-token has its token's."""
-        made = {made for made, _ in self.parts}
-        return tuple(t for t in self.tensors if t not in made and t.name not in self.marks)
-
-
-@dataclass(frozen=True)
-class Prelude:
-    """What the backends take, and how the frame makes it, in this order.
-
-    declared: what the call takes. past: a made tensor, the declared one, by how many tokens. seen: the delays that
-    weights ask about. With `steps` > 1 every token becomes that many, tensors with `step_dim` first being dealt out to
-    them; `firsts` are decays that are 1 but at a token's first step. values: expressions of declared tensors, pasts and
-    `seen`. weights: of windows. bands, micro: what chunks take, if it is something else.
-    """
-
-    tensors: tuple[Tensor, ...]
-    declared: tuple[Tensor, ...] = ()
-    history: dict[str, int] = field(default_factory=dict)
-    past: tuple[tuple[Tensor, Tensor, int], ...] = ()
-    seen: tuple[int, ...] = ()
-    steps: int = 1
-    step_dim: str = ""
-    firsts: tuple[tuple[Tensor, Tensor], ...] = ()
-    values: tuple[tuple[Tensor, Expr], ...] = ()
-    weights: tuple[Weights, ...] = ()
-    bands: Bands | None = None
-    micro: MicroTokens | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether the backends take the declared tensors as they are."""
-        return not (self.history or self.values or self.steps > 1 or self.step_dim)
-
-    def stepped(self, tensor: Tensor) -> bool:
-        """Whether a declared tensor has an entry for each gradient step."""
-        return at_step(tensor, self.step_dim) is not tensor
 
 
 def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule, Prelude]]]:
@@ -157,8 +73,7 @@ def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule
         micro = unfolded(found, (*made.prelude().tensors, *made.micro))
         both = [t for t in whole.spec.tensors if t in micro.spec.tensors]
         alone = next(t.keyword for t in whole.spec.tensors if t not in both)
-        parts = tuple((t, of) for t, of in made.micro.items() if of)
-        own = MicroTokens(size, micro.spec.tensors, parts, alone)
+        own = MicroTokens(size, micro.spec.tensors, tuple(made.micro.items()), alone)
         if any(t.kind == "input" for t in both):  # what tells how many tokens there are
             ways.insert(-1, (micro, replace(made.prelude(), tensors=whole.spec.tensors, micro=own)))
     return whole, prelude, ways
@@ -386,9 +301,7 @@ class _Made:
 
         definitions = tuple((n, alike(e)) for n, e in derived.definitions)
         gradients = {name: mul(weight, alike(g)) for name, g in derived.gradients.items()}
-        marks = [Ref(name, "gate", ()) for name in ((FIRST, LAST) if p.optimizer.decay else (FIRST,))]
-        self.micro.update({_gate(mark.name, ()): () for mark in marks})
-        first, last = (*marks, None)[:2]
+        first, last = self._mark(FIRST), self._mark(LAST) if p.optimizer.decay else None
         return replace(derived, definitions=definitions, gradients=gradients, group=len(agos), first=first, last=last)
 
     def _without_lets(self, e: Expr) -> Expr:
@@ -469,18 +382,8 @@ def _size(p: Pass) -> int:
     return p.window.size if p.window else 1
 
 
-def at_step(tensor: Tensor, step_dim: str) -> Tensor:
-    """A declared tensor at one gradient step: the tensor itself, if it has no entry for each."""
-    own = tensor.kind != "param" and step_dim and tensor.shape[:1] == (step_dim,)
-    return replace(tensor, shape=tensor.shape[1:]) if own else tensor
-
-
 def _gate(name: str, shape: Shape) -> Tensor:
     return Tensor(name, "gate", shape)
-
-
-def seen_name(by: int) -> str:
-    return f"seen__{by}"
 
 
 def _ref(memory: Memory) -> Ref:
