@@ -431,35 +431,6 @@ def tangents_are_not_dropped() -> None:
             module.op(**x, backend="triton")
 
 
-def kernels_stand_between_compiled_graphs() -> None:
-    torch.manual_seed(0)
-    for name in ("gated_delta_net", "swa"):
-        layer = ttmdsl.load(name).Layer(32, 2, backend="triton")
-        block = torch.nn.Sequential(torch.nn.Linear(32, 32), FirstOf(layer), torch.nn.Linear(32, 32))
-        x = torch.randn(2, 70, 32, requires_grad=True)
-        found = []
-        for call in (block, torch.compile(block, backend="aot_eager")):
-            y = call(x)
-            found.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
-        for got, expected in zip(*found, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-        torch._dynamo.reset()
-        explained = torch._dynamo.explain(layer)(x)
-        assert explained.graph_count > 1
-        assert all("disable" in str(reason.reason) for reason in explained.break_reasons)
-
-
-class FirstOf(torch.nn.Module):
-    """The first of what a module returns."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module(x)[0]  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -485,7 +456,6 @@ class FirstOf(torch.nn.Module):
         programs_that_share_out_a_dim_have_one_block_each,
         eight_warps_share_products_of_crowded_maps_in_heads_of_128_on_hopper,
         tangents_are_not_dropped,
-        kernels_stand_between_compiled_graphs,
     ],
     ids=lambda case: case.__name__,
 )

@@ -15,6 +15,7 @@ from ttmdsl.kernel_writer import saved_name
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower import Form, Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
+from ttmdsl.names import snake_case
 from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.plan import Plan, plan
 from ttmdsl.replay import replay
@@ -232,6 +233,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     ops = {n.op for p in programs for n in p.nodes}
     return render(
         "triton.py.j2",
+        layer=snake_case(spec.name),
         chunks=chunks,
         staged=staged,
         token=token,
