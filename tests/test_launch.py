@@ -144,6 +144,22 @@ def small_tensors_lie_together() -> None:
     assert len({t.untyped_storage().data_ptr() for t in found.values()}) == 2
 
 
+def gradients_of_large_tensors_are_those_of_small_ones() -> None:
+    """Whose kernels ask for them one by one, in another order than `op` takes them."""
+    for layer in ("gated_delta_net", "retnet"):
+        module = ttmdsl.load(layer)
+        x = {key: t.float() for key, t in draw(module, Shape("", tokens=70, dims=(16,), state=False)).x.items()}
+        found = []
+        for large in (module._LARGE, 0):
+            leaves = {key: t.clone().requires_grad_() for key, t in x.items()}
+            with mock.patch.object(module, "_LARGE", large):
+                module._schedule.cache_clear()
+                y, _ = module.op(**leaves, backend="triton")
+                found.append(torch.autograd.grad(y.square().sum(), list(leaves.values())))
+        torch.testing.assert_close(*found)
+        module._schedule.cache_clear()
+
+
 def states_are_kept_only_where_a_backward_pass_may_follow() -> None:
     module = ttmdsl.load("gated_delta_net")
     drawn = draw(module, Shape("", tokens=70, dims=(16,), state=False))
@@ -439,6 +455,7 @@ def tangents_are_not_dropped() -> None:
         what_is_kept_or_not_is_another_kernel,
         what_is_interpreted_is_never_launched_directly,
         small_tensors_lie_together,
+        gradients_of_large_tensors_are_those_of_small_ones,
         states_are_kept_only_where_a_backward_pass_may_follow,
         what_a_backward_pass_is_done_with_is_freed,
         states_that_nobody_gives_or_asks_for_are_absent,
