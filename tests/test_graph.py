@@ -196,13 +196,42 @@ def a_block(name: str, fullgraph: bool) -> None:
     layer = ttmdsl.load(name).Layer(32, 2, backend="triton")
     block = torch.nn.Sequential(torch.nn.Linear(32, 32), FirstOf(layer), torch.nn.Linear(32, 32))
     x = torch.randn(2, 70, 32, requires_grad=True)
-    found = []
-    for call in (block, torch.compile(block, backend="aot_eager", fullgraph=fullgraph)):
+    found, operations = [], []
+
+    def seen(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operations.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, _)
+
+    for call in (block, torch.compile(block, backend=seen, fullgraph=fullgraph)):
         y = call(x)
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    # the same kernels as without it, around `op`, too
+    for part in ("shaped", "gated", *(["forward"] if fullgraph else [])):
+        assert any(f"ttmdsl.{name}_{part}_" in operation for operation in operations)
     torch._dynamo.reset()
+
+
+def around() -> None:
+    module = ttmdsl.load("gated_delta_net")
+    tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"
+    x, weight = torch.randn(2, 9, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+    past, bounds = torch.randn(2, 3, 12), torch.tensor([0, 4, 9])
+    for given in (
+        (x, weight, None, None, "silu", 6, torch.float32),
+        (x, None, None, None, "sigmoid", 0, torch.bfloat16),
+        (x, weight, past, None, "", 0, torch.float32),
+        (x[:1].detach().requires_grad_(), weight, past, bounds, "silu", 4, torch.float32),
+    ):
+        torch.library.opcheck(module._graph_shaped, given, test_utils=tests)
+    y, gate, norm = torch.randn(2, 9, 3, 4), torch.randn(2, 9, 12), torch.randn(4)
+    given = *(t.requires_grad_() for t in (y, gate, norm)), 1e-5
+    torch.library.opcheck(module._graph_gated, given, test_utils=tests)
+
+
+def test_operations_around_a_call_are_what_they_say(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(around).result()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from ttmdsl import emit_reference as reference
 from ttmdsl import spec as s
 from ttmdsl.ir import Node, Program, constant
 from ttmdsl.kernel_form import READ, KernelForm, LoweredKernel
+from ttmdsl.names import snake_case
 from ttmdsl.print_torch import LOCALS, TorchPrinter
 from ttmdsl.printer import Names
 from ttmdsl.templates import literal, render
@@ -113,6 +114,7 @@ def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[st
         "torch": render("kernel_torch.py.j2", **common, logarithms=logarithms),
         "triton": render(
             "kernel_triton.py.j2",
+            layer=snake_case(spec.name),
             **common,
             **needs,
             signatures=signatures,
