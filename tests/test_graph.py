@@ -175,6 +175,36 @@ def test_kernels_that_find_no_room(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(without_room).result()
 
 
+def lengths() -> None:
+    module = ttmdsl.load("trellis", b=5)
+    graphs: list[Any] = []
+
+    def call(x: Any) -> Any:
+        return module.op(**x, output_final_state=True, backend="triton")
+
+    def seen(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    whole = torch.compile(call, fullgraph=True, dynamic=True, backend=seen)
+    with torch.no_grad():
+        for tokens in (7, 12, 23):
+            x, _ = drawn(module, tokens, False)
+            (y, end), (y_whole, end_whole) = call(x), whole(x)
+            assert difference({"y": y, **end}, {"y": y_whole, **end_whole}) < 1e-5
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+    hidden, block = torch.randn(2, 9, 32), FirstOf(module.Layer(32, 2, backend="triton"))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.export(block, (hidden,)).module()(hidden), block(hidden))
+
+
+@pytest.mark.slow
+def test_one_graph_for_all_lengths_without_gradients(interpreter: ProcessPoolExecutor) -> None:
+    """And what torch.export makes of a layer."""
+    interpreter.submit(lengths).result()
+
+
 def between_two_graphs() -> None:
     module = ttmdsl.load("gated_delta_net")
     x, _ = drawn(module, 10, False)
