@@ -187,7 +187,9 @@ def test_what_tables_lack_is_measured_beside_what_they_have(tmp_path: Path) -> N
     assert len(said) == 1
     assert {tuple(trial.forced["scan"].items()) for trial in fake.timed} == {tuple(known.kernels[0].config.items())}
     _, said = tuned(fake, path, known=table, missing=True)
-    assert [line.partition(": ")[2] for line in said] == ["tables have all kernels here that take long enough to be measured"]
+    assert [line.partition(": ")[2] for line in said] == [
+        "tables have all kernels here that take long enough to be measured"
+    ]
     elsewhere = replace(table, kernels=[replace(e, triton="3.5") for e in table.kernels])  # narrow blocks do not count
     _, said = tuned(fake, path, known=elsewhere, missing=True)
     assert [line.split()[2] for line in said] == ["scan:"]
