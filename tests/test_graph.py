@@ -206,21 +206,27 @@ def test_one_graph_for_all_lengths_without_gradients(interpreter: ProcessPoolExe
 
 
 def between_two_graphs() -> None:
-    module = ttmdsl.load("gated_delta_net")
-    x, _ = drawn(module, 10, False)
+    module = ttmdsl.load("trellis", b=5)
+    x, start = drawn(module, 10, True)
+    _, state = module.op(**x, initial_state=start, output_final_state=True, backend="triton")
     packed = {k: t.detach()[:1] for k, t in x.items()} | {"cu_seqlens": torch.tensor([0, 3, 10])}
+    piece = {k: t[:, :7] for k, t in x.items()} | {"initial_state": {k: t.detach() for k, t in state.items()}}
 
-    def call(packed: Any) -> Any:
-        return module.op(**packed, backend="triton")[0] * 2
+    def call(given: Any) -> Any:
+        return module.op(**given, backend="triton")[0] * 2
 
-    torch.testing.assert_close(torch.compile(call, backend="aot_eager")(packed), call(packed))
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
-        torch.compile(call, backend="aot_eager", fullgraph=True)(packed)
+    for given, gradients in ((packed, False), (piece, False), (piece, True)):
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(torch.compile(call, backend="aot_eager")(given), call(given))
+            torch._dynamo.reset()
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+                torch.compile(call, backend="aot_eager", fullgraph=True)(given)
+            torch._dynamo.reset()
 
 
 @pytest.mark.slow
-def test_packed_sequences_stand_between_two_graphs(interpreter: ProcessPoolExecutor) -> None:
+def test_what_the_host_looks_at_stands_between_two_graphs(interpreter: ProcessPoolExecutor) -> None:
+    """Packed sequences, and several tokens from a state amid a group."""
     interpreter.submit(between_two_graphs).result()
 
 
