@@ -62,7 +62,7 @@ def test_kernels_are_the_reference(layer: str, interpreter: ProcessPoolExecutor)
     assert interpreter.submit(misses, layer, consts, "float32", SHAPES).result() == []
 
 
-@pytest.mark.parametrize("layer", ["lattice_dec", "omega_net", "swla", "titans", "trellis", "ttt_norm"])
+@pytest.mark.parametrize("layer", ["lattice_dec", "omega_net", "titans", "trellis", "ttt_norm", "yaad"])
 def test_units_of_no_tokens(layer: str, interpreter: ProcessPoolExecutor) -> None:
     # three units of up to 16 tokens a group: the sequence begins in the second, and nothing is in the third
     shapes = ({"label": "T=30, cut at 20", "tokens": 30, "dims": (12, 20, 9), "cuts": (20,)},)
