@@ -187,6 +187,6 @@ def test_a_cached_load_is_quick(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
-    """Two seconds; on a machine that takes long for sympy alone, twelve times as long as that."""
+    """Two seconds; on a machine that takes long for sympy alone, sixteen times as long as that."""
     sympy = min(seconds("import sympy") for _ in range(3))
-    assert any(seconds(LOAD, TTM_CACHE_DIR=str(tmp_path / str(n))) < max(2, 12 * sympy) for n in range(4))
+    assert any(seconds(LOAD, TTM_CACHE_DIR=str(tmp_path / str(n))) < max(2, 16 * sympy) for n in range(4))
