@@ -34,8 +34,8 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     return max(found)
 
 
-def drawn(module: Any, tokens: int, state: bool, heads: int = 2) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    given = draw(module, Shape("", batch=2, tokens=tokens, heads=heads, dims=(6, 4), state=state))
+def drawn(module: Any, tokens: int, state: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    given = draw(module, Shape("", batch=2, tokens=tokens, heads=2, dims=(6, 4), state=state))
     x = {k: t.float().requires_grad_() for k, t in given.x.items()}
     start = {k: t.float().requires_grad_() for k, t in (given.state or {}).items() if k in module.MEMORY}
     return x, start or None
