@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -108,13 +109,15 @@ def operations() -> None:
     state = {k: t.detach() for k, t in (start or {}).items()} | {"position": torch.zeros(2, dtype=torch.int64)}
     for k in module._CARRIED:
         state.setdefault(k, state.get(k.removesuffix("_point"), torch.zeros(0)).clone())
-    about = " ".join(x), " ".join(state), [n for k in module._CARRIED for n in state[k].shape[2:]]
+    about = None, " ".join(x), " ".join(state), [n for k in module._CARRIED for n in state[k].shape[2:]]
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     tensors = [t.detach().requires_grad_() for t in x.values()]
-    torch.library.opcheck(module._graph_forward, (tensors, list(state.values()), *about, True), test_utils=tests)
-    for final in (False, True):
-        call = [t.detach() for t in tensors], list(state.values()), *about, final, False
-        torch.library.opcheck(module._graph_alone, call, test_utils=tests)
+    for looks in (False, True):
+        call = tensors, list(state.values()), *about, looks, True
+        torch.library.opcheck(module._graph_forward[looks], call, test_utils=tests)
+        for final in (False, True):
+            call = [t.detach() for t in tensors], list(state.values()), *about, looks, final
+            torch.library.opcheck(module._graph_alone[looks], call, test_utils=tests)
 
 
 def test_operations_are_what_they_say(interpreter: ProcessPoolExecutor) -> None:
@@ -176,57 +179,114 @@ def test_kernels_that_find_no_room(interpreter: ProcessPoolExecutor) -> None:
 
 
 def lengths() -> None:
-    module = ttmdsl.load("trellis", b=5)
+    module = ttmdsl.load("titans_linear", b=4)
     graphs: list[Any] = []
 
-    def call(x: Any) -> Any:
-        return module.op(**x, output_final_state=True, backend="triton")
+    def call(x: Any, bounds: Any) -> Any:
+        return module.op(**x, cu_seqlens=bounds, output_final_state=True, backend="triton")
 
     def seen(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
-        return graph
+        return torch._dynamo.lookup_backend("aot_eager")(graph, _)
 
     whole = torch.compile(call, fullgraph=True, dynamic=True, backend=seen)
-    with torch.no_grad():
-        for tokens in (7, 12, 23):
-            x, _ = drawn(module, tokens, False)
-            (y, end), (y_whole, end_whole) = call(x), whole(x)
-            assert difference({"y": y, **end}, {"y": y_whole, **end_whole}) < 1e-5
-    assert len(graphs) == 1
-    torch._dynamo.reset()
+    for gradients, packed in ((False, False), (True, False), (True, True)):
+        graphs.clear()
+        # not as many as there are heads, which torch would take for the same number
+        for batch, cuts in ((3, [0, 7, 31]), (4, [0, 3, 9, 27]), (5, [0, 2, 20, 30, 44])):
+            x, _ = drawn(module, cuts[-1], False)
+            x = {k: t if k in module.PARAMS else torch.cat([t] * 3)[: 1 if packed else batch] for k, t in x.items()}
+            x = {k: t.detach().requires_grad_(gradients) for k, t in x.items()}
+            bounds = torch.tensor(cuts) if packed else None
+            found = [functools.partial(lambda c, bounds, x, _: c(x, bounds), c, bounds) for c in (call, whole)]
+            if gradients:
+                one, other = (both(c, x, None) for c in found)
+            else:
+                one, other = ({"y": y, **end} for y, end in (c(x, None) for c in found))
+            assert difference(one, other) < 1e-5
+        assert len(graphs) == 1
+        torch._dynamo.reset()
     hidden, block = torch.randn(2, 9, 32), FirstOf(module.Layer(32, 2, backend="triton"))
     with torch.no_grad():
         torch.testing.assert_close(torch.export.export(block, (hidden,)).module()(hidden), block(hidden))
 
 
 @pytest.mark.slow
-def test_one_graph_for_all_lengths_without_gradients(interpreter: ProcessPoolExecutor) -> None:
-    """And what torch.export makes of a layer."""
+def test_one_graph_for_all_lengths(interpreter: ProcessPoolExecutor) -> None:
+    """And numbers of sequences; and what torch.export makes of a layer."""
     interpreter.submit(lengths).result()
 
 
+def looked_at(name: str, consts: dict[str, float], tokens: int) -> None:
+    """Packed sequences, an empty one among them; and several tokens from a state amid a group."""
+    torch.set_num_threads(1)
+    module = ttmdsl.load(name, **consts)
+    x, start = drawn(module, tokens, True)
+    with torch.no_grad():
+        _, state = module.op(**x, initial_state=start, output_final_state=True, backend="triton")
+    counts = {k: state.pop(k) for k in [*state] if k not in module.MEMORY}
+    bounds = torch.tensor([0, 3, 3, tokens])
+    part = {k: (t if k in module.PARAMS else t[:1]).detach().requires_grad_() for k, t in x.items()}
+    packed = {k: torch.cat([t.detach(), t[:1].detach()]).requires_grad_() for k, t in (start or {}).items()}
+    cases: list[Any] = [(part, packed, {}, bounds)]
+    if "position" in counts:
+        cases.append((x, {k: t.requires_grad_() for k, t in state.items()}, counts, None))
+    for tensors, carry, known, cu_seqlens in cases:
+
+        def call(x: Any, start: Any, known: Any = known, cu_seqlens: Any = cu_seqlens) -> Any:
+            given = {"initial_state": start | known, "cu_seqlens": cu_seqlens}
+            return module.op(**x, **given, output_final_state=True, backend="triton")
+
+        whole = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert difference(both(call, tensors, carry), both(whole, tensors, carry)) < 1e-5
+        with torch.no_grad():
+            (y, end), (y_whole, end_whole) = call(tensors, carry), whole(tensors, carry)
+            assert difference({"y": y, **end}, {"y": y_whole, **end_whole}) < 1e-5
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", LAYERS[:4], ids=lambda layer: layer[0])
+def test_what_the_host_looks_at_in_one_graph(layer: tuple[Any, ...], interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(looked_at, *layer[:3]).result()
+
+
+def bad_bounds() -> None:
+    module = ttmdsl.load("gated_delta_net")
+    x, _ = drawn(module, 9, False)
+    packed = {k: t[:1].detach() for k, t in x.items()}
+    whole = torch.compile(lambda x, bounds: module.op(**x, cu_seqlens=bounds, backend="triton"), backend="eager")
+    for bounds, message in (([0, 5, 4, 9], "non-decreasing values, got 5 then 4"), ([0, 5], "end at T = 9, got 5")):
+        with pytest.raises(ValueError, match=f"cu_seqlens: expected.*{message}"):
+            whole(packed, torch.tensor(bounds))
+    torch._dynamo.reset()
+
+
+def test_bad_bounds_are_told_by_the_graph(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(bad_bounds).result()
+
+
 def between_two_graphs() -> None:
-    module = ttmdsl.load("trellis", b=5)
-    x, start = drawn(module, 10, True)
-    _, state = module.op(**x, initial_state=start, output_final_state=True, backend="triton")
-    packed = {k: t.detach()[:1] for k, t in x.items()} | {"cu_seqlens": torch.tensor([0, 3, 10])}
-    piece = {k: t[:, :7] for k, t in x.items()} | {"initial_state": {k: t.detach() for k, t in state.items()}}
+    packed = {"cu_seqlens": torch.tensor([0, 3, 10])}
+    for name, consts in (("swa", {}), ("trellis", {"b": 5})):
+        module = ttmdsl.load(name, **consts)
+        x = {k: t.detach()[:1] for k, t in drawn(module, 10, False)[0].items()} | packed
+        without = mock.patch.object(module, "_LOOKS", None, create=True)
 
-    def call(given: Any) -> Any:
-        return module.op(**given, backend="triton")[0] * 2
+        def call(given: Any, module: Any = module) -> Any:
+            return module.op(**given, backend="triton")[0] * 2
 
-    for given, gradients in ((packed, False), (piece, False), (piece, True)):
-        with torch.set_grad_enabled(gradients):
-            torch.testing.assert_close(torch.compile(call, backend="aot_eager")(given), call(given))
+        with torch.no_grad(), without:
+            torch.testing.assert_close(torch.compile(call, backend="aot_eager")(x), call(x))
             torch._dynamo.reset()
             with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
-                torch.compile(call, backend="aot_eager", fullgraph=True)(given)
+                torch.compile(call, backend="aot_eager", fullgraph=True)(x)
             torch._dynamo.reset()
 
 
 @pytest.mark.slow
-def test_what_the_host_looks_at_stands_between_two_graphs(interpreter: ProcessPoolExecutor) -> None:
-    """Packed sequences, and several tokens from a state amid a group."""
+def test_what_stands_between_two_graphs(interpreter: ProcessPoolExecutor) -> None:
+    """Packed sequences of a layer in kernel form; and of others where torch cannot mark what looks at the device."""
     interpreter.submit(between_two_graphs).result()
 
 

@@ -1,7 +1,7 @@
 """The generated module: the surface of `op`, `step` and `Layer` framed around the backends' sections.
 
 Input: a `LayerSpec`, the lines of its derived update, and the source text of its sections: "reference" defines
-`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, bounds, resumed)`, and, which
+`_reference(x, state)`, "torch" `_torch(x, state)`, "triton" `_triton(x, state, cu_seqlens, resumed, final)`, and, which
 may be empty, "prelude" `_prelude(x, state, bounds, dtype, fresh, wanted, backend)` and "past", the kernel by which a
 step finds that. Output: one file that needs torch and triton alone.
 Does not print arithmetic, and decides nothing about schedules.

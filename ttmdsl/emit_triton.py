@@ -1,6 +1,7 @@
 """The Triton backend of a generated module: kernels, forward and backward, and their autograd function.
 
-Input: `Lowered` and its plans. Output: the section's source text, defining `_triton(x, state, bounds, resumed)`.
+Input: `Lowered` and its plans. Output: the section's source text, defining
+`_triton(x, state, cu_seqlens, resumed, final)`.
 The templates frame the kernels, whose text write_kernel.py writes.
 """
 
