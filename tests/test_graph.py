@@ -293,19 +293,20 @@ def test_what_stands_between_two_graphs(interpreter: ProcessPoolExecutor) -> Non
 class FirstOf(torch.nn.Module):
     """The first of what a module returns."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, cu_seqlens: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.cu_seqlens = module, cu_seqlens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module(x)[0]  # type: ignore[no-any-return]
+        return self.module(x, cu_seqlens=self.cu_seqlens)[0]  # type: ignore[no-any-return]
 
 
-def a_block(name: str, kernel: str) -> None:
+def a_block(name: str, kernel: str, bounds: list[int] | None) -> None:
     torch.manual_seed(0)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
     layer = ttmdsl.load(name).Layer(32, 2, backend="triton")
-    block = torch.nn.Sequential(torch.nn.Linear(32, 32), FirstOf(layer), torch.nn.Linear(32, 32))
-    x = torch.randn(2, 70, 32, requires_grad=True)
+    block = torch.nn.Sequential(torch.nn.Linear(32, 32), FirstOf(layer, cu_seqlens), torch.nn.Linear(32, 32))
+    x = torch.randn(2 if bounds is None else 1, 70, 32, requires_grad=True)
     found, operations = [], []
 
     def seen(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -327,12 +328,12 @@ def around() -> None:
     module = ttmdsl.load("gated_delta_net")
     tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"
     x, weight = torch.randn(2, 9, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
-    past, bounds = torch.randn(2, 3, 12), torch.tensor([0, 4, 9])
+    past, packed = torch.randn(2, 3, 12), list(module._packed(torch.tensor([0, 4, 9]), 9))
     for given in (
-        (x, weight, None, None, "silu", 6, torch.float32),
-        (x, None, None, None, "sigmoid", 0, torch.bfloat16),
-        (x, weight, past, None, "", 0, torch.float32),
-        (x[:1].detach().requires_grad_(), weight, past, bounds, "silu", 4, torch.float32),
+        (x, weight, None, [], "silu", 6, torch.float32),
+        (x, None, None, [], "sigmoid", 0, torch.bfloat16),
+        (x, weight, past, [], "", 0, torch.float32),
+        (x[:1].detach().requires_grad_(), weight, past, packed, "silu", 4, torch.float32),
     ):
         torch.library.opcheck(module._graph_shaped, given, test_utils=tests)
     y, gate, norm = torch.randn(2, 9, 3, 4), torch.randn(2, 9, 12), torch.randn(4)
@@ -345,6 +346,13 @@ def test_operations_around_a_call_are_what_they_say(interpreter: ProcessPoolExec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kernel"), [("gated_delta_net", "forward"), ("swa", "read")])
-def test_a_block_of_a_model(name: str, kernel: str, interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(a_block, name, kernel).result()
+@pytest.mark.parametrize(
+    ("name", "kernel", "bounds"),
+    [
+        ("gated_delta_net", "forward", None),
+        ("gated_delta_net", "looking_forward", [0, 9, 9, 40, 70]),
+        ("swa", "read", None),
+    ],
+)
+def test_a_block_of_a_model(name: str, kernel: str, bounds: list[int] | None, interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(a_block, name, kernel, bounds).result()

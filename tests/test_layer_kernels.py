@@ -47,7 +47,7 @@ def shaped(case: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
     module, dtype, taps = any_module(), case["dtype"], case["taps"]
     channels = case["vectors"] * case["size"]
     lengths = case["lengths"]
-    packed = torch.tensor([0, *accumulate(lengths)]) if case["packed"] else None
+    packed = module._packed(torch.tensor([0, *accumulate(lengths)]), sum(lengths)) if case["packed"] else None
     lead = (1, sum(lengths)) if case["packed"] else (len(lengths), max(lengths))
     shapes = {"x": (*lead, channels), **({"weight": (taps, channels)} if taps else {})}
     given, exact = drawn(dtype, **shapes)
@@ -94,7 +94,7 @@ def test_a_sequence_of_no_tokens_keeps_its_past() -> None:
     module = any_module()
     conv = module._ShortConv(3, 4)
     past, x = torch.randn(3, 3, 3), torch.randn(1, 5, 3)
-    last = conv.last(x, past, torch.tensor([0, 2, 2, 5]))
+    last = conv.last(x, past, module._packed(torch.tensor([0, 2, 2, 5]), 5))
     torch.testing.assert_close(last[1], past[1])
     torch.testing.assert_close(last[0], torch.cat([past[0, 2:], x[0, :2]]))
     torch.testing.assert_close(last[2], x[0, 2:])
