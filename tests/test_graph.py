@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -148,7 +149,7 @@ def without_room() -> None:
     import triton
 
     full = triton.runtime.errors.OutOfResources(1, 0, "shared memory")
-    for name, failing in (("gated_delta_net", 0), ("gated_delta_net", 1), ("titans", 0), ("titans", 1)):
+    for name, failing in itertools.product(("gated_delta_net", "titans", "omega_linear"), (0, 1)):
         module = ttmdsl.load(name)
         x, start = drawn(module, 20, True)
 

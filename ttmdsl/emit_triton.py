@@ -19,6 +19,7 @@ from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.names import snake_case
 from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.plan import Plan, plan
+from ttmdsl.prelude import FIRST, MicroTokens
 from ttmdsl.replay import replay
 from ttmdsl.scans import free_axis, walks_at
 from ttmdsl.spec import LayerSpec, Tensor
@@ -151,7 +152,7 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
     for name, form in chunks:
         found = plan(name, form, tokens, choice)
         choice = found.choice
-        texts.append(_form_texts(spec, found, tokens, tables))
+        texts.append(_form_texts(spec, found, tokens, tables, lowered.prelude.micro))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
     alone = step_alone(lowered)
@@ -176,13 +177,13 @@ def write_staged(lowered: Lowered) -> StageTexts | None:
     return write_stages(lowered.rule.spec, found) if found else None
 
 
-def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables, micro: MicroTokens | None) -> FormTexts:
     b = p.forward[0].program.builder
     rounded = p.rounded()
     in_halves = p.in_halves(rounded)
 
     def write(k: Kernel) -> KernelText:
-        return write_kernel(spec, k, rounded, tables, tokens, in_halves=in_halves[k.name])
+        return write_kernel(spec, k, rounded, tables, tokens, in_halves=in_halves[k.name], micro=micro)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}
@@ -262,6 +263,8 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         batch=lowered.batch,
         steps=lowered.prelude.steps,
         bands=lowered.prelude.bands,
+        micro=lowered.prelude.micro,
+        micro_mark=FIRST,
         apart=lowered.apart,
         in_units=lowered.in_units,
         alone=(alone := step_alone(lowered)),

@@ -19,8 +19,10 @@ from ttmdsl.kernel_text import Ahead, KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.past import SEEN, before_name
+from ttmdsl.prelude import MicroTokens
 from ttmdsl.print_triton import (
     OF_TENSORS,
+    OF_WHOLE_TOKENS,
     Rows,
     TritonPrinter,
     load_block,
@@ -66,7 +68,9 @@ class KernelWriter:
         given: Container[Node] = (),
         rounded: Container[Node] = (),
         alone: Alone | None = None,
+        micro: MicroTokens | None = None,
     ) -> None:
+        self.micro = micro
         self.spec, self.text, self.unit, self.printer, self.rounded = spec, text, unit, printer, rounded
         self.alone = alone
         text.steps = alone.steps if alone else 1
@@ -121,7 +125,8 @@ class KernelWriter:
             case "param":
                 return f"{load_block(self.tensor(leaf.name), 'h', leaf.axes, order)}.to(tl.float32)"
             case "cot":
-                return load_token(self.text.pointer(f"d_{leaf.name}", "d_y", "input"), leaf.axes, order, live=True)
+                pointer = self.text.pointer(f"d_{leaf.name}", "d_y", "input")
+                return load_token(pointer, leaf.axes, order, live=True, rows=self.rows(leaf.name))
             case "carry" | "cocarry":
                 return self.load_state("units", leaf, "u * H + h")
             case "saved":
@@ -136,9 +141,16 @@ class KernelWriter:
     def array(self, name: str) -> tuple[str, Rows]:
         """The tensor that holds a value of every token, and where."""
         if name not in self.entries:
-            return name, OF_TENSORS
+            return name, self.rows(name)
         tensor, i = self.entries[name]
         return tensor.keyword, OF_TENSORS.entry(i, tensor.entries)
+
+    def rows(self, name: str) -> Rows:
+        """Where a tensor's values are, or those of y: of micro-tokens some have their token's alone."""
+        if self.micro is None or (name != "y" and name not in self.micro.read):
+            return OF_TENSORS
+        self.text.micro = self.micro.number
+        return OF_WHOLE_TOKENS
 
     def together(self, tensor: Tensor) -> bool:
         """Whether a tensor's entries are one tile: where a lone warp takes each by itself, rows that lie further apart
@@ -336,7 +348,8 @@ class KernelWriter:
         """Lines that store an output of a unit: y, or the gradient of an input, or of a param (one for each unit)."""
         text = self.printer.sanitized(value) if value.axes else self.printer.text[value]
         if name == "y":
-            return [store_token(self.text.pointer("y", "y", "input"), value.axes, self.shapes["y"], text)]
+            pointer = self.text.pointer("y", "y", "input")
+            return [store_token(pointer, value.axes, self.shapes["y"], text, self.rows("y"))]
         if name in self.sources:
             return [store_saved(self.before(f"d_{name}", f'd_x["{name}"]', name), value.axes, text)]
         param = any(t.keyword == name and t.kind == "param" for t in self.spec.tensors)

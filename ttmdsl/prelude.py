@@ -46,12 +46,14 @@ class Bands:
 class MicroTokens:
     """What a chunk form takes in which every token is as many as its window has, `number`: `tensors`. Some of them are
     made of others, one for each token of the window, the current one's first; of the rest each micro-token has its
-    token's. `alone`: one of the tensors that single tokens take instead."""
+    token's. `alone`: one of the tensors that single tokens take instead; `read`: those of the rest that the readout
+    alone takes, which is that of each token's last one."""
 
     number: int
     tensors: tuple[Tensor, ...]
     parts: tuple[tuple[Tensor, tuple[Tensor, ...]], ...]
     alone: str
+    read: tuple[str, ...] = ()
 
     @property
     def mask(self) -> TokenMask:

@@ -341,19 +341,23 @@ def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a chunk's tokens are: the first row of an array of [rows, *order], and those of the tokens from there; and
-    where a lone token is."""
+    """Where a chunk's tokens are: the first row of an array of [rows, *order], and those of the tokens from there; where
+    a lone token is; and which of a chunk's have a row of their own."""
 
     first: str = "head"
     token: str = "row"
     lone: str = "row_h"
+    alive: str = "alive"
 
     def entry(self, i: int, of: int) -> Rows:
         """The same of arrays that have so many entries for each, of which one is meant."""
-        return Rows(f"({self.first} * {of} + {i})", f"{self.token} * {of}", f"{self.lone} * {of} + {i}")
+        first, token, lone = f"({self.first} * {of} + {i})", f"{self.token} * {of}", f"{self.lone} * {of} + {i}"
+        return Rows(first, token, lone, self.alive)
 
 
 OF_TENSORS = Rows()
+# the last of a token's micro-tokens has its row
+OF_WHOLE_TOKENS = Rows("whole_head", "whole_row", alive="closing")
 
 
 def token_address(pointer: str, axes: Axes, order: Axes, at_rows: Rows = OF_TENSORS) -> str:
@@ -371,21 +375,22 @@ def token_address(pointer: str, axes: Axes, order: Axes, at_rows: Rows = OF_TENS
     return f"({pointer} + {at_rows.first} * ({size(order)})) + ({rows} * ({size(order)}) + {' + '.join(terms)})"
 
 
-def token_mask(axes: Axes, live: bool) -> str:
-    parts = [at("alive", ("t",), axes)] if live and "t" in axes else []
+def token_mask(axes: Axes, live: str) -> str:
+    """Mask of a per-token tile: within its dims and, if tokens are asked for, at those that are `live`."""
+    parts = [at(live, ("t",), axes)] if live and "t" in axes else []
     parts += [at(f"m_{base_dim(x)}", (x,), axes) for x in axes if x != "t"]
     return " & ".join(parts)
 
 
 def load_token(pointer: str, axes: Axes, order: Axes, live: bool = False, rows: Rows = OF_TENSORS) -> str:
     """Loads per-token values; with `live`, zero where there is no token, else some token's value."""
-    mask = token_mask(axes, live)
+    mask = token_mask(axes, rows.alive if live else "")
     text = f"tl.load({token_address(pointer, axes, order, rows)}{f', mask={mask}, other=0.0' if mask else ''})"
     return text if any(x != "t" for x in axes) else f"{text}.to(tl.float32)"
 
 
 def store_token(pointer: str, axes: Axes, order: Axes, text: str, rows: Rows = OF_TENSORS) -> str:
-    mask = token_mask(axes, True)
+    mask = token_mask(axes, rows.alive)
     return f"tl.store({token_address(pointer, axes, order, rows)}, {text}{f', mask={mask}' if mask else ''})"
 
 

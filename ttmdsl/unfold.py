@@ -21,7 +21,7 @@ from typing import Literal
 from ttmdsl.past import history
 from ttmdsl.prelude import FIRST, LAST, Bands, MicroTokens, Prelude, Weights, at_step, seen_name
 from ttmdsl.rule import PassRule, UpdateRule
-from ttmdsl.simplify_expr import ONE, add, mul, sub
+from ttmdsl.simplify_expr import ONE, ZERO, add, mul, sub
 from ttmdsl.spec import (
     Binary,
     Component,
@@ -73,7 +73,7 @@ def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule
         micro = unfolded(found, (*made.prelude().tensors, *made.micro))
         both = [t for t in whole.spec.tensors if t in micro.spec.tensors]
         alone = next(t.keyword for t in whole.spec.tensors if t not in both)
-        own = MicroTokens(size, micro.spec.tensors, tuple(made.micro.items()), alone)
+        own = MicroTokens(size, micro.spec.tensors, tuple(made.micro.items()), alone, _only_read(micro))
         if any(t.kind == "input" for t in both):  # what tells how many tokens there are
             ways.insert(-1, (micro, replace(made.prelude(), tensors=whole.spec.tensors, micro=own)))
     return whole, prelude, ways
@@ -105,6 +105,13 @@ def _dims(spec: LayerSpec) -> tuple[str, ...]:
     shapes = [*(t.shape for t in spec.tensors), *(m.shape for m in spec.memories)]
     present = dict.fromkeys(d for shape in shapes for d in shape)
     return (*(d for d in spec.dims if d in present), *(d for d in present if d not in spec.dims))
+
+
+def _only_read(rule: UpdateRule) -> tuple[str, ...]:
+    """Keywords of the tensors that the layer's readout takes, and nothing before it."""
+    *passes, last = rule.spec.passes
+    _, used = _used(rule.spec, (*passes, replace(last, read=ZERO)), rule.passes)
+    return tuple(t.keyword for t in rule.spec.tensors if t.kind != "param" and used.isdisjoint((t.name, *t.each)))
 
 
 def _used(
