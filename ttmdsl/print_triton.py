@@ -341,8 +341,8 @@ def store_block(pointer: str, base: str, axes: Axes, order: Axes, text: str) -> 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a chunk's tokens are: the first row of an array of [rows, *order], and those of its tokens from there; where
-    a lone token is; and which of a chunk's have a row of their own."""
+    """Where a chunk's tokens are: the first row of an array of [rows, *order], and those of its tokens from there;
+    where a lone token is; and which of a chunk's have a row of their own."""
 
     first: str = "head"
     token: str = "row"
