@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from test_window import no_room
 
 import ttmdsl
 from ttmdsl.check import check
@@ -121,6 +124,41 @@ def test_every_sequence_starts_with_its_own_first_step() -> None:
     for start, end in pairwise(bounds):
         one, _ = module.op(**{key: t[:, start:end] for key, t in x.items()}, backend="reference")
         torch.testing.assert_close(y[:, start:end], one, rtol=1e-10, atol=1e-12)
+
+
+ALIKE = REPEATED.replace("param     alpha: decay", "").replace("alpha * S", "S").replace("POINT", "previous")
+KERNELS = {
+    "entries": ("delta_product", {}),
+    "of no whole tokens in a chunk": ("delta_product", {"n": 3}),
+    "the same again": (REPEATED.replace("POINT", "retained"), {}),
+    "in groups": (ALIKE.replace("steps = times", "steps = times, batch = 4"), {"times": 2}),
+    "longer groups than a chunk": (ALIKE.replace("steps = times", "steps = times, batch = 40"), {}),
+}
+
+
+def kernels(why: str, where: str = "") -> list[str]:
+    """What the kernels of chunks miss, which take whole tokens' tensors; or, where they find no room, others."""
+    text, consts = KERNELS[why]
+    module = ttmdsl.compile(text, **consts) if text.startswith("\n") else ttmdsl.load(text, **consts)
+    shapes = (
+        Shape("T=70, cut at 1 and 23", batch=2, tokens=70, heads=2, dims=(3, 4), cuts=(1, 23)),
+        Shape("packed", heads=2, dims=(4, 3), lengths=(33, 0, 1, 30)),
+        Shape("y alone", batch=2, tokens=32, dims=(3, 4), state=False, final=False),
+    )
+    with no_room(module, where) if where else contextlib.nullcontext():
+        rows = parity(module, dtypes=(torch.float32,), shapes=shapes, backends=("triton",))
+    assert rows
+    return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+
+
+@pytest.mark.parametrize("why", KERNELS)
+def test_kernels_are_the_reference(why: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(kernels, why).result() == []
+
+
+@pytest.mark.parametrize("where", ["_forward", "_backward"])
+def test_where_chunks_find_no_room_others_stand_in(where: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(kernels, "entries", where).result() == []
 
 
 def test_the_chunk_form_stays() -> None:

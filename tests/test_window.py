@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -407,11 +409,11 @@ def test_kernels_are_the_reference(name: str, interpreter: ProcessPoolExecutor) 
     assert interpreter.submit(kernels, name).result() == []
 
 
-def without_room(name: str, where: str) -> list[str]:
-    """The same where a device has no room for kernels of chunks."""
+@contextlib.contextmanager
+def no_room(module: ModuleType, where: str) -> Iterator[None]:
+    """A device that has no room for kernels of chunks."""
     import triton
 
-    module = LAYERS[name]()
     original = getattr(module, where)
 
     def crowded(s: Any, *arguments: Any) -> Any:
@@ -419,16 +421,21 @@ def without_room(name: str, where: str) -> list[str]:
             raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
         return original(s, *arguments)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, where, crowded)
+        yield
+        module._too_large.clear()
+
+
+def without_room(name: str, where: str) -> list[str]:
+    module = LAYERS[name]()
     shapes = (
         Shape("a state", batch=2, tokens=9, heads=2, dims=(4, 3), cuts=(3,)),
         Shape("packed", heads=1, dims=(3, 4), lengths=(5, 0, 1, 4)),
         Shape("y alone", tokens=9, dims=(4, 3), state=False, final=False),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, where, crowded)
-        found = missed(module, shapes)
-        module._too_large.clear()
-    return found
+    with no_room(module, where):
+        return missed(module, shapes)
 
 
 @pytest.mark.parametrize("where", ["_forward", "_backward"])

@@ -13,15 +13,18 @@ from dataclasses import dataclass, field
 
 from ttmdsl import spec as s
 from ttmdsl.past import SEEN_KEPT, kept_name, past_name
-from ttmdsl.prelude import FIRST, LAST, Prelude, seen_name
+from ttmdsl.prelude import FIRST, LAST, Parts, Prelude, seen_name
 from ttmdsl.print_reference import Printer, fn_params
 from ttmdsl.templates import render
 from ttmdsl.walk_expr import walk
 
 
-def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_units: bool = False) -> str:
+def emit_prelude(
+    spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_units: bool = False, parts: Parts | None = None
+) -> str:
     """The section's source text; its surroundings import torch. `alone`: a step's kernel finds the past by itself.
-    `in_units`: one token with gradients may be a unit, too, in Triton."""
+    `in_units`: one token with gradients may be a unit, too, in Triton. `parts`: what chunks
+    walk over there, if it is no tokens."""
     if prelude.empty:
         return ""
     nodes = [n for e in (*(e for _, e in prelude.values), *(w.value for w in prelude.weights)) for n in walk(e)]
@@ -52,6 +55,8 @@ def emit_prelude(spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_un
         rest=rest,
         bands=bands,
         micro=prelude.micro,
+        read=parts.read if parts else (),
+        whole=(*parts.read, *parts.own) if parts and not prelude.micro else (),
         dealt=_dealt(prelude, [t["keyword"] for v in (shared, rest) for t in v.sources()]),
         chunks_take=[*(t.keyword for t in taken), *map(kept_name, before), SEEN_KEPT],
         before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],

@@ -14,15 +14,15 @@ from ttmdsl.ir import DECAYED, PAST, TOKEN_AXES, UNIT_AXES, Axes, Program
 from ttmdsl.kernel_text import KernelText
 from ttmdsl.kernel_writer import saved_name
 from ttmdsl.kernels import Kernel
-from ttmdsl.lower import Form, Lowered
+from ttmdsl.lower import Lowered
 from ttmdsl.lower_optimizer import NEWTON_SCHULZ
 from ttmdsl.names import snake_case
 from ttmdsl.past import SEEN, SEEN_KEPT
 from ttmdsl.plan import Plan, plan
-from ttmdsl.prelude import FIRST, MicroTokens
+from ttmdsl.prelude import FIRST, Parts
 from ttmdsl.replay import replay
 from ttmdsl.scans import free_axis, walks_at
-from ttmdsl.spec import LayerSpec, Tensor
+from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import stages
 from ttmdsl.state import POSITION
 from ttmdsl.templates import render
@@ -129,16 +129,10 @@ def _taken(kernels: Iterable[KernelText], saved: Iterable[str]) -> set[str]:
 
 def unit_tokens(lowered: Lowered) -> int:
     """The most tokens of a chunk that its tiles leave room for."""
-    programs = [p for f in _forms(lowered).values() for p in (f.forward, f.backward)]
+    programs = [p for f in lowered.kernel_forms.values() for p in (f.forward, f.backward)]
     # tiles that a chunk holds at once: with many, as a window's keys and values, shorter ones leave room for all
     vectors = max(sum(n.role == "token" and len(n.axes) > 1 for n in p.leaves()) for p in programs[::2])
     return 32 if vectors > 6 else 64
-
-
-def _forms(lowered: Lowered) -> dict[str, Form]:
-    found = {"chunk": lowered.chunk, "resumed": lowered.resumed, "token": lowered.token}
-    # a chunk form that walks over its tokens, too, takes longer than the sequential one (benchmarks/NOTES.md)
-    return {k: f for k, f in found.items() if f and all(n.op != "norm_scan" for n in f.forward.nodes)}
 
 
 def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
@@ -146,13 +140,13 @@ def write_forms(lowered: Lowered, tables: Tables = NOTHING) -> list[FormTexts]:
     spec = lowered.rule.spec
     tokens = unit_tokens(lowered)
     tokens = max(16, min(tokens, lowered.batch)) if lowered.batch > 1 else tokens
-    *chunks, (_, last) = _forms(lowered).items()
+    *chunks, (_, last) = lowered.kernel_forms.items()
     texts: list[FormTexts] = []
     choice: Choice | None = None
     for name, form in chunks:
         found = plan(name, form, tokens, choice)
         choice = found.choice
-        texts.append(_form_texts(spec, found, tokens, tables, lowered.prelude.micro))
+        texts.append(_form_texts(spec, found, tokens, tables, lowered.parts))
     token = token_kernel(regrouped(last.forward))
     backward = write_token_backward(spec, replay(last))
     alone = step_alone(lowered)
@@ -177,13 +171,13 @@ def write_staged(lowered: Lowered) -> StageTexts | None:
     return write_stages(lowered.rule.spec, found) if found else None
 
 
-def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables, micro: MicroTokens | None) -> FormTexts:
+def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables, parts: Parts | None) -> FormTexts:
     b = p.forward[0].program.builder
     rounded = p.rounded()
     in_halves = p.in_halves(rounded)
 
     def write(k: Kernel) -> KernelText:
-        return write_kernel(spec, k, rounded, tables, tokens, in_halves=in_halves[k.name], micro=micro)
+        return write_kernel(spec, k, rounded, tables, tokens, in_halves=in_halves[k.name], parts=parts)
 
     def kept(kernels: Iterable[Kernel], role: str) -> dict[str, str]:
         short = {n.name for n in rounded if n.role == role}
@@ -205,16 +199,35 @@ def _form_texts(spec: LayerSpec, p: Plan, tokens: int, tables: Tables, micro: Mi
 
 def _idle(lowered: Lowered, name: str) -> list[str]:
     """Of the tensors that a form takes those that no update of it depends on."""
-    form = _forms(lowered).get(name, lowered.token)
+    form = lowered.kernel_forms.get(name, lowered.token)
     taken = lowered.prelude.tensors if form is lowered.token or not lowered.apart else lowered.apart.tensors
     gradients = form.backward.outputs
     return [t.keyword for t in taken if not any(f"d:{own}" in gradients for own in (t.keyword, *t.each))]
 
 
-def _in_all_forms(lowered: Lowered) -> list[Tensor]:
-    """All tensors, those first that all forms take."""
-    apart = lowered.apart
-    return sorted(lowered.rule.spec.tensors, key=lambda t: apart is not None and t not in apart.tensors)
+def _lead(lowered: Lowered) -> str:
+    """A tensor that all forms take, of whole tokens if there is such."""
+    apart, parts = lowered.apart, lowered.parts
+    taken = [t for t in lowered.rule.spec.tensors if t.kind != "param" and (apart is None or t in apart.tensors)]
+    given = {t.keyword for t in lowered.prelude.declared or taken}
+    whole = {*parts.read, *parts.own} & given if parts else set()
+    return min((t.keyword for t in taken), key=lambda name: name not in whole)
+
+
+def _undealt(lowered: Lowered) -> str:
+    """Whether kernels are given what is of whole tokens, in terms of the tensors that they are given."""
+    prelude, parts = lowered.prelude, lowered.parts
+    assert parts is not None
+    if prelude.micro:
+        return f"{FIRST!r} in x"
+    if parts.own:
+        rank = next(len(t.shape) for t in prelude.tensors if t.keyword == parts.own[0])
+        return f"x[{parts.own[0]!r}].dim() > {3 + rank}"
+    given = {t.keyword for t in prelude.declared}
+    dealt = next(
+        t.keyword for t in prelude.tensors if t.keyword in given and t.kind != "param" and t.keyword not in parts.read
+    )
+    return f"x[{parts.read[0]!r}].shape[1] < x[{dealt!r}].shape[1]"
 
 
 def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
@@ -225,7 +238,7 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
     texts = (*chunks, *((staged,) if staged else ()), token)
     kernels = [k for text in texts for k in text.kernels()]
     signatures = {name: known for k in kernels for name, known in k.signatures.items()}
-    forms = _forms(lowered)
+    forms = lowered.kernel_forms
     form_signatures = {
         name: signature(name, [*f.forward.outputs.values(), *f.backward.outputs.values()])
         for name, f in forms.items()
@@ -263,8 +276,8 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         batch=lowered.batch,
         steps=lowered.prelude.steps,
         bands=lowered.prelude.bands,
-        micro=lowered.prelude.micro,
-        micro_mark=FIRST,
+        parts=(parts := lowered.parts),
+        undealt=_undealt(lowered) if parts else "",
         apart=lowered.apart,
         in_units=lowered.in_units,
         alone=(alone := step_alone(lowered)),
@@ -276,6 +289,6 @@ def emit_triton(lowered: Lowered, tables: Tables = NOTHING) -> str:
         token_axes=TOKEN_AXES,
         tensors={t.keyword: t.shape for t in spec.tensors},
         idle={text.name: _idle(lowered, text.name) for text in texts},
-        tokens=[t.keyword for t in _in_all_forms(lowered) if t.kind != "param"],
+        lead=_lead(lowered),
         output=spec.passes[-1].read.shape,
     )

@@ -57,8 +57,8 @@ class KernelText:
     `by_token`: a scan over single tokens. `found`: what a walk that finds a segment's states again leaves of every
     token, and its axes. `shared`: a dim whose blocks programs may share out; `handed_in`: axes of each round's sums,
     which these hand to one another; `together`: the body of such a program, if each has one block. `steps`: gradient
-    steps of a token that it deals out by itself. `micro`: micro-tokens of a token, the last of which has what is stored
-    once for all. `aside`: what no token's value takes part in, once the first token is being loaded.
+    steps of a token that it deals out by itself. `parts`: of each token so many, where it takes what is of whole tokens
+    beside what is of these. `aside`: what no token's value takes part in, once the first token is being loaded.
     `others`: the body in other orders, by their numbers."""
 
     name: str
@@ -86,7 +86,7 @@ class KernelText:
     found: dict[str, Axes] = field(default_factory=dict)
     kept: Kept | None = None
     steps: int = 1
-    micro: int = 1
+    parts: int = 1
     uses: set[str] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
     signature: str = ""

@@ -19,7 +19,7 @@ from ttmdsl.kernel_text import Ahead, KernelText
 from ttmdsl.kernels import Kernel
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.past import SEEN, before_name
-from ttmdsl.prelude import MicroTokens
+from ttmdsl.prelude import Parts
 from ttmdsl.print_triton import (
     OF_TENSORS,
     OF_WHOLE_TOKENS,
@@ -29,6 +29,7 @@ from ttmdsl.print_triton import (
     load_entries,
     load_saved,
     load_token,
+    of_parts,
     shape,
     store_block,
     store_entries,
@@ -68,9 +69,9 @@ class KernelWriter:
         given: Container[Node] = (),
         rounded: Container[Node] = (),
         alone: Alone | None = None,
-        micro: MicroTokens | None = None,
+        parts: Parts | None = None,
     ) -> None:
-        self.micro = micro
+        self.parts = parts
         self.spec, self.text, self.unit, self.printer, self.rounded = spec, text, unit, printer, rounded
         self.alone = alone
         text.steps = alone.steps if alone else 1
@@ -146,11 +147,12 @@ class KernelWriter:
         return tensor.keyword, OF_TENSORS.entry(i, tensor.entries)
 
     def rows(self, name: str) -> Rows:
-        """Where a tensor's values are, or those of y: of micro-tokens some have their token's alone."""
-        if self.micro is None or (name != "y" and name not in self.micro.read):
+        """Where a tensor's values are, or those of y: of parts of tokens some are the tokens'."""
+        parts = self.parts
+        if parts is None or name not in ("y", *parts.read, *parts.own):
             return OF_TENSORS
-        self.text.micro = self.micro.number
-        return OF_WHOLE_TOKENS
+        self.text.parts = parts.number
+        return of_parts(parts.number) if name in parts.own else OF_WHOLE_TOKENS
 
     def together(self, tensor: Tensor) -> bool:
         """Whether a tensor's entries are one tile: where a lone warp takes each by itself, rows that lie further apart

@@ -16,7 +16,7 @@ from ttmdsl.kernel_form import LoweredKernel, lower_kernel
 from ttmdsl.lower_chunk import lower_chunk
 from ttmdsl.lower_expr import NotChunkable
 from ttmdsl.lower_token import lower_token
-from ttmdsl.prelude import Bands, MicroTokens, Prelude
+from ttmdsl.prelude import Bands, MicroTokens, Parts, Prelude
 from ttmdsl.rule import UpdateRule
 from ttmdsl.unfold import unfold
 
@@ -69,6 +69,18 @@ class Lowered:
     def apart(self) -> Bands | MicroTokens | None:
         """What chunks take, if it is something else than single tokens take."""
         return self.prelude.bands or self.prelude.micro
+
+    @property
+    def kernel_forms(self) -> dict[str, Form]:
+        """The forms that kernels have, by name, the sequential one last."""
+        found = {"chunk": self.chunk, "resumed": self.resumed, "token": self.token}
+        # a chunk form that walks over its tokens, too, takes longer than the sequential one (benchmarks/NOTES.md)
+        return {k: f for k, f in found.items() if f and all(n.op != "norm_scan" for n in f.forward.nodes)}
+
+    @property
+    def parts(self) -> Parts | None:
+        """What chunks' kernels walk over, if it is no tokens."""
+        return self.prelude.parts if "chunk" in self.kernel_forms else None
 
     def whole_tokens(self, number: int) -> int:
         """The most micro-tokens, up to so many, that make whole tokens; or those of one."""

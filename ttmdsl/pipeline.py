@@ -91,7 +91,7 @@ def sections(job: Job) -> dict[str, str]:
     by_itself = step_alone(lowered) is not None
     return {
         "reference": emit_reference(spec),
-        "prelude": emit_prelude(spec, lowered.prelude, by_itself, lowered.in_units),
+        "prelude": emit_prelude(spec, lowered.prelude, by_itself, lowered.in_units, lowered.parts),
         "torch": emit_torch(lowered),
         "triton": emit_triton(lowered, job.tables),
         "past": "" if by_itself else emit_past(spec, lowered.prelude),

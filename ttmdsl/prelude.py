@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from ttmdsl.ir import TokenMask, earlier
 from ttmdsl.past import before_name, kept_name
-from ttmdsl.spec import Expr, Tensor
+from ttmdsl.spec import Expr, Ref, Tensor
+from ttmdsl.walk_expr import walk
 
 FIRST, LAST = "step__first", "step__last"
 
@@ -46,14 +47,12 @@ class Bands:
 class MicroTokens:
     """What a chunk form takes in which every token is as many as its window has, `number`: `tensors`. Some of them are
     made of others, one for each token of the window, the current one's first; of the rest each micro-token has its
-    token's. `alone`: one of the tensors that single tokens take instead; `read`: those of the rest that the readout
-    alone takes, which is that of each token's last one."""
+    token's. `alone`: one of the tensors that single tokens take instead."""
 
     number: int
     tensors: tuple[Tensor, ...]
     parts: tuple[tuple[Tensor, tuple[Tensor, ...]], ...]
     alone: str
-    read: tuple[str, ...] = ()
 
     @property
     def mask(self) -> TokenMask:
@@ -74,13 +73,25 @@ class MicroTokens:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What a chunk walks over where that are parts of tokens, `number` of each: one for each gradient step, or token of
+    a window. y is what the last part reads; `read`: tensors that the readout alone takes; `own`: those that have an
+    entry for each part. Kernels take, and leave, all of these at whole tokens."""
+
+    number: int
+    read: tuple[str, ...]
+    own: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Prelude:
     """What the backends take, and how the frame makes it, in this order.
 
     declared: what the call takes. past: a made tensor, the declared one, by how many tokens. seen: the delays that
     weights ask about. With `steps` > 1 every token becomes that many, tensors with `step_dim` first being dealt out to
     them; `firsts` are decays that are 1 but at a token's first step. values: expressions of declared tensors, pasts and
-    `seen`. weights: of windows. bands, micro: what chunks take, if it is something else.
+    `seen`. weights: of windows. bands, micro: what chunks take, if it is something else; read: what of that the readout
+    alone takes.
     """
 
     tensors: tuple[Tensor, ...]
@@ -95,6 +106,20 @@ class Prelude:
     weights: tuple[Weights, ...] = ()
     bands: Bands | None = None
     micro: MicroTokens | None = None
+    read: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> Parts | None:
+        """What a chunk walks over, if it is no tokens."""
+        if self.micro:
+            return Parts(self.micro.number, self.read, ())
+        sources = [e for _, e in self.values] + [w.value for w in self.weights]
+        made_of = {n.name for e in sources for n in walk(e) if isinstance(n, Ref)} | {t.name for _, t in self.firsts}
+        taken = {t.keyword for t in self.tensors}
+        given = [t for t in self.declared if t.kind != "param" and t.keyword in taken and t.name not in made_of]
+        own = tuple(t.keyword for t in given if self.stepped(t))
+        read = tuple(t.keyword for t in given if t.keyword in self.read and t.keyword not in own)
+        return Parts(self.steps, read, own) if self.steps > 1 and len(read) < len(given) else None
 
     @property
     def empty(self) -> bool:

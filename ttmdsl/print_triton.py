@@ -356,8 +356,13 @@ class Rows:
 
 
 OF_TENSORS = Rows()
-# the last of a token's micro-tokens has its row
+# the last of a token's parts has its row
 OF_WHOLE_TOKENS = Rows("whole_head", "whole_row", alive="closing")
+
+
+def of_parts(number: int) -> Rows:
+    """Rows of arrays that have an entry for each part of a token."""
+    return Rows(f"(whole_head * {number})", f"(whole_row * {number} + part)")
 
 
 def token_address(pointer: str, axes: Axes, order: Axes, at_rows: Rows = OF_TENSORS) -> str:

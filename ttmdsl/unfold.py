@@ -61,7 +61,7 @@ def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule
         return replace(rule, spec=replace(own, dims=_dims(own)), passes=derived)
 
     whole = unfolded(found, prelude.tensors)
-    prelude = replace(prelude, tensors=whole.spec.tensors)
+    prelude = replace(prelude, tensors=whole.spec.tensors, read=_only_read(whole))
     ways = [(whole, prelude)]
     if made.steps == 1 and any(p.window for p in spec.passes):
         banded = unfolded(made.of_passes(rule, made.as_band), made.prelude().tensors)
@@ -73,9 +73,10 @@ def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule
         micro = unfolded(found, (*made.prelude().tensors, *made.micro))
         both = [t for t in whole.spec.tensors if t in micro.spec.tensors]
         alone = next(t.keyword for t in whole.spec.tensors if t not in both)
-        own = MicroTokens(size, micro.spec.tensors, tuple(made.micro.items()), alone, _only_read(micro))
+        own = MicroTokens(size, micro.spec.tensors, tuple(made.micro.items()), alone)
         if any(t.kind == "input" for t in both):  # what tells how many tokens there are
-            ways.insert(-1, (micro, replace(made.prelude(), tensors=whole.spec.tensors, micro=own)))
+            prelude = replace(made.prelude(), tensors=whole.spec.tensors, micro=own, read=_only_read(micro))
+            ways.insert(-1, (micro, prelude))
     return whole, prelude, ways
 
 

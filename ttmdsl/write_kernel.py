@@ -16,7 +16,7 @@ from ttmdsl.kernel_text import Argument, KernelText
 from ttmdsl.kernel_writer import PREFIX, KernelWriter, printer_of
 from ttmdsl.kernels import Kernel
 from ttmdsl.orders import Loads, Products
-from ttmdsl.prelude import MicroTokens
+from ttmdsl.prelude import Parts
 from ttmdsl.printer import Names
 from ttmdsl.schedule import FULL, ROWS, Weight, drawn_out, weights
 from ttmdsl.spec import LayerSpec
@@ -51,12 +51,12 @@ def write_kernel(
     tokens: int = ROWS,
     alone: Alone | None = None,
     in_halves: frozenset[Node] = frozenset(),
-    micro: MicroTokens | None = None,
+    parts: Parts | None = None,
 ) -> KernelText:
     """The text of a kernel, its body also in the orders that the tables name for it, and for programs that share out a
     dim. `rounded`: the states at the units that are in the inputs' dtype; `tokens`: of a unit; `alone`: what one
-    token's step finds by itself; `in_halves`: products that take all digits of what has more than they take; `micro`:
-    what tokens are parts of, if they are."""
+    token's step finds by itself; `in_halves`: products that take all digits of what has more than they take; `parts`:
+    what it walks over, if it is no tokens."""
     weight = weights(tokens)
     transposed, few, wide = turned(kernel), tokens < ROWS, kernel.wide | in_halves
     apart = drawn_out(kernel.nodes, kernel.given, transposed, few) if kernel.kind == "map" else {}
@@ -77,7 +77,7 @@ def write_kernel(
         printer.placing = Loads.of(number, kernel.kind == "scan")
         printer.turned, printer.few, printer.apart = transposed, few, apart
         writer = KernelWriter(
-            spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone, micro
+            spec, text, kernel.nodes, kernel.program.unit, printer, kernel.given, rounded, alone, parts
         )
         if kernel.kind == "scan":
             _write_scan(kernel, writer)
