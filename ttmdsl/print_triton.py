@@ -362,7 +362,7 @@ OF_WHOLE_TOKENS = Rows("whole_head", "whole_row", alive="closing")
 
 def of_parts(number: int) -> Rows:
     """Rows of arrays that have an entry for each part of a token."""
-    return Rows(f"(whole_head * {number})", f"(whole_row * {number} + part)")
+    return Rows(f"(whole_head * {number})", "part_row")
 
 
 def token_address(pointer: str, axes: Axes, order: Axes, at_rows: Rows = OF_TENSORS) -> str:
