@@ -71,7 +71,7 @@ def write_kernel(
             inner=kernel.inner,
             reverse=kernel.reverse,
         )
-        text.signature = _signature(kernel, text.way, rounded)
+        way = text.way
         printer = printer_of(kernel.program, spec, FULL if kernel.kind == "scan" else weight, wide)
         printer.ordering, printer.products = number, Products.of(number)
         printer.placing = Loads.of(number, kernel.kind == "scan")
@@ -83,6 +83,7 @@ def write_kernel(
             _write_scan(kernel, writer)
         else:
             _write_map(kernel, writer, weight)
+        text.signature = _signature(kernel, way, rounded, text.parts > 1)
         return text
 
     whole = replace(kernel, shared="")
@@ -210,8 +211,8 @@ def _write_map(kernel: Kernel, writer: KernelWriter, weight: Weight) -> None:
         text.of = " of tokens"
 
 
-def _signature(kernel: Kernel, way: str, rounded: Container[Node]) -> str:
-    how = f"{kernel.program.unit} {way}{' in rounds' if kernel.inner else ''}"
+def _signature(kernel: Kernel, way: str, rounded: Container[Node], parts: bool) -> str:
+    how = f"{kernel.program.unit} {way}{' in rounds' if kernel.inner else ''}{' of parts' if parts else ''}"
     return signature(how, kernel.roots, kernel.given, rounded, kernel.wide)
 
 
