@@ -75,8 +75,8 @@ def unfold(rule: UpdateRule) -> tuple[UpdateRule, Prelude, list[tuple[UpdateRule
         alone = next(t.keyword for t in whole.spec.tensors if t not in both)
         own = MicroTokens(size, micro.spec.tensors, tuple(made.micro.items()), alone)
         if any(t.kind == "input" for t in both):  # what tells how many tokens there are
-            prelude = replace(made.prelude(), tensors=whole.spec.tensors, micro=own, read=_only_read(micro))
-            ways.insert(-1, (micro, prelude))
+            taken = replace(made.prelude(), tensors=whole.spec.tensors, micro=own, read=_only_read(micro))
+            ways.insert(-1, (micro, taken))
     return whole, prelude, ways
 
 
