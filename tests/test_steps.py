@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_window import no_room
 
 import ttmdsl
@@ -154,6 +156,48 @@ def kernels(why: str, where: str = "") -> list[str]:
 @pytest.mark.parametrize("why", KERNELS)
 def test_kernels_are_the_reference(why: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(kernels, why).result() == []
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> str:
+    """Layers of several steps a token: what has an entry for each, which gates there are, what the readout takes."""
+    own = {name: "n, " if draw(st.booleans()) else "" for name in ("k", "v")}
+    beta = "beta[n]: unit" if draw(st.booleans()) else "beta: unit"
+    decays = [("", "S"), (", alpha: decay", "alpha * S"), (", alpha[d_k]: decay", "S * alpha")]
+    alpha, retention = draw(st.sampled_from(decays))
+    powers = "d_k" not in alpha and draw(st.booleans())
+    k, q, rows = ("power(k, 2)", "power(q, 2)", "d_k^2") if powers else ("k", "q", "d_k")
+    gate = draw(st.booleans())
+    groups = draw(st.sampled_from(["at = previous", "at = retained", "batch = 2", "batch = 4"]))
+    return f"""
+layer Drawn {{
+  dim       d_k, d_v
+  input     q[d_k], k[{own["k"]}d_k], v[{own["v"]}d_v]
+  gate      {beta}{alpha}{", g: unit" if gate else ""}
+  const     n = {draw(st.integers(2, 5))}
+  memory    S[d_v, {rows}]
+  bias      1/2 * |S @ {k} - v|^2
+  retention {retention}
+  optimizer gd(rate = beta, steps = n, {groups})
+  read      {"g * " if gate else ""}(S @ {q})
+}}
+"""
+
+
+def drawn(text: str, tokens: int, cut: int) -> list[str]:
+    shapes = (
+        Shape("cut", batch=2, tokens=tokens, heads=2, dims=(3, 4), cuts=(min(cut, tokens - 1),)),
+        Shape("packed", heads=3, dims=(4,), lengths=(tokens, 0, 1, cut)),
+    )
+    rows = parity(ttmdsl.compile(text), dtypes=(torch.float32,), shapes=shapes, backends=("triton", "torch"))
+    assert rows
+    return [f"{row.backend} {row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layers(), st.integers(2, 70), st.integers(1, 40))
+def test_drawn_layers_are_the_reference(interpreter: ProcessPoolExecutor, text: str, tokens: int, cut: int) -> None:
+    assert interpreter.submit(drawn, text, tokens, cut).result() == []
 
 
 @pytest.mark.parametrize("where", ["_forward", "_backward"])

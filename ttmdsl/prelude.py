@@ -119,7 +119,8 @@ class Prelude:
         given = [t for t in self.declared if t.kind != "param" and t.keyword in taken and t.name not in made_of]
         own = tuple(t.keyword for t in given if self.stepped(t))
         read = tuple(t.keyword for t in given if t.keyword in self.read and t.keyword not in own)
-        return Parts(self.steps, read, own) if self.steps > 1 and len(read) < len(given) else None
+        known = own or (read and len(read) < len(given))  # by which it shows whether tokens are dealt out
+        return Parts(self.steps, read, own) if self.steps > 1 and known else None
 
     @property
     def empty(self) -> bool:
