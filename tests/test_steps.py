@@ -191,7 +191,7 @@ def drawn(text: str, tokens: int, cut: int) -> list[str]:
     )
     rows = parity(ttmdsl.compile(text), dtypes=(torch.float32,), shapes=shapes, backends=("triton", "torch"))
     assert rows
-    # several steps along keys of powers, that nothing forgets, lose up to 3e-5 in float32; a wrong row is another number
+    # steps along keys of powers, that nothing forgets, lose up to 3e-5 in float32; a wrong row is another number
     return [f"{row.backend} {row.shape}: {row.quantity} {row.error:.1e}" for row in rows if row.error > 1e-4]
 
 
