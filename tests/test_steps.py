@@ -206,6 +206,21 @@ def test_where_chunks_find_no_room_others_stand_in(where: str, interpreter: Proc
     assert interpreter.submit(kernels, "entries", where).result() == []
 
 
+def unused() -> float:
+    """By how much y differs from the reference where few tokens have gradients of an input alone that nothing takes."""
+    module = ttmdsl.compile(REPEATED.replace("v[d_v]", "v[d_v], spare[d_v]").replace("POINT", "retained"))
+    given = draw(module, Shape("", batch=2, tokens=7, heads=2, dims=(5, 4), state=False)).x
+    x = {k: t.float() if k in module.PARAMS else t.bfloat16() for k, t in given.items()}
+    x["spare"].requires_grad_()
+    y, _ = module.op(**x, backend="triton")
+    expected, _ = module.op(**{k: t.double() for k, t in x.items()}, backend="reference")
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+def test_gradients_of_what_nothing_takes(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(unused).result() < 1e-2
+
+
 def test_the_chunk_form_stays() -> None:
     source = Path(str(ttmdsl.load("delta_product", n=3).__file__)).read_text(encoding="utf-8")
     assert "Recurrence affine" in source
