@@ -97,6 +97,10 @@ TURNED = """layer Turned { dim d_k, d_v input q[d_k], k[d_k], v[d_v] gate a: dec
   memory S[d_k, d_v] bias 1/2 * |S^T @ k - v|^2 retention a * S optimizer gd(rate = b) read S^T @ q }"""
 
 
+STEPS = """layer Steps { dim d_k, d_v input q[d_k], k[n, d_k], v[n, d_v] gate a: decay, b[n]: unit const n = 3
+  memory S[d_v, d_k] bias 1/2 * |S @ k - v|^2 retention a * S optimizer gd(rate = b, steps = n) read S @ q }"""
+
+
 def parted(
     name: str, lengths: tuple[int, ...], state: bool, dims: tuple[int, int] = (6, 10)
 ) -> tuple[list[int], dict[str, float]]:
@@ -154,6 +158,7 @@ def _parted(
         ("gated_delta_net", (64 * 4, 64 * 3 + 1, 0, 70), True, (6, 10)),
         ("gated_delta_net", (64 * 4 + 1,), True, (70, 40)),  # matrices in several blocks
         (TURNED, (64 * 4, 64 * 3 + 1), True, (70, 40)),
+        (STEPS, (64 * 3 + 7, 64 * 4), True, (6, 10)),  # parts that begin amid a token's steps
         ("mamba2", (64 * 4,), False, (6, 10)),
         ("gla", (64 * 4 + 3, 64 * 3), True, (6, 10)),
         ("gsa", (64 * 3 + 1,), True, (6, 10)),
