@@ -20,11 +20,10 @@ from ttmdsl.kernels import Kernel
 from ttmdsl.lower_expr import matrix_axes
 from ttmdsl.past import SEEN, before_name
 from ttmdsl.prelude import Parts
-from ttmdsl.print_triton import (
+from ttmdsl.print_tiles import (
     OF_TENSORS,
     OF_WHOLE_TOKENS,
     Rows,
-    TritonPrinter,
     load_block,
     load_entries,
     load_saved,
@@ -36,6 +35,7 @@ from ttmdsl.print_triton import (
     store_saved,
     store_token,
 )
+from ttmdsl.print_triton import TritonPrinter
 from ttmdsl.printer import Names
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import Weight

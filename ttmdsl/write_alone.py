@@ -16,7 +16,7 @@ from ttmdsl.ir import Axes, Node
 from ttmdsl.lower import Lowered
 from ttmdsl.past import COUNT, past_name
 from ttmdsl.prelude import FIRST, LAST, Prelude, at_step, seen_name
-from ttmdsl.print_triton import OF_TENSORS, Rows, load_block, load_token, store_block
+from ttmdsl.print_tiles import OF_TENSORS, Rows, load_block, load_token, store_block
 from ttmdsl.spec import Tensor
 
 Point = Callable[..., str]  # `KernelText.pointer`

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ttmdsl.ir import Node, depends_on, is_product, reachable
-from ttmdsl.print_triton import TritonPrinter, numbered, shape, width
+from ttmdsl.print_tiles import numbered, shape, width
+from ttmdsl.print_triton import TritonPrinter
 from ttmdsl.rounds import Round
 
 Then = Mapping[Node, Callable[[], list[str]]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ttmdsl.ir import Axes, Node, Program
 from ttmdsl.kernel_text import Kept, KernelText
 from ttmdsl.kernel_writer import KernelWriter
-from ttmdsl.print_triton import Rows, load_token, store_token, width
+from ttmdsl.print_tiles import Rows, load_token, store_token, width
 from ttmdsl.rounds import rounds
 from ttmdsl.spec import LayerSpec
 from ttmdsl.stages import Stages

@@ -16,7 +16,7 @@ from ttmdsl.ir import Node, Program
 from ttmdsl.kernel_text import KernelText
 from ttmdsl.kernel_writer import KernelWriter, all_lines, printer_of
 from ttmdsl.lower_token import inner_dim
-from ttmdsl.print_triton import load_block
+from ttmdsl.print_tiles import load_block
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL
 from ttmdsl.spec import LayerSpec

@@ -15,7 +15,7 @@ from typing import Literal
 from ttmdsl.ir import Axes, Node, Program
 from ttmdsl.kernel_text import Argument, KernelText, TokenKind
 from ttmdsl.kernel_writer import PREFIX, KernelWriter, printer_of
-from ttmdsl.print_triton import store_block
+from ttmdsl.print_tiles import store_block
 from ttmdsl.replay import Replay
 from ttmdsl.rounds import rounds
 from ttmdsl.schedule import FULL, weights
