@@ -89,12 +89,15 @@ def a_step(name: str, consts: dict[str, float]) -> None:
     token = {k: t if k in module.PARAMS else t[:, 0] for k, t in x.items()}
     with torch.no_grad():
         _, state = module.op(**x, initial_state=start, output_final_state=True, backend="triton")
-        step = torch.compile(module.step, fullgraph=True, backend="aot_eager")
-        for _ in range(3):
-            y, end = module.step(**token, initial_state=state, backend="triton")
-            y_whole, end_whole = step(**token, initial_state=state, backend="triton")
-            assert difference({"y": y, **end}, {"y": y_whole, **end_whole}) < 1e-5
-            state = end
+        for looks in (module._LOOKS, None):  # whether or not torch can mark what looks at the device: a step does not
+            step = torch.compile(module.step, fullgraph=True, backend="aot_eager")
+            with mock.patch.object(module, "_LOOKS", looks):
+                for _ in range(3):
+                    y, end = module.step(**token, initial_state=state, backend="triton")
+                    y_whole, end_whole = step(**token, initial_state=state, backend="triton")
+                    assert difference({"y": y, **end}, {"y": y_whole, **end_whole}) < 1e-5
+                    state = end
+            torch._dynamo.reset()
 
 
 @pytest.mark.slow
@@ -119,6 +122,19 @@ def operations() -> None:
         for final in (False, True):
             call = [t.detach() for t in tensors], list(state.values()), *about, looks, final
             torch.library.opcheck(module._graph_alone[looks], call, test_utils=tests)
+
+
+def dealt() -> None:
+    tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"
+    module = ttmdsl.load("omega_linear")
+    for earlier in (False, True):
+        torch.library.opcheck(
+            module._graph_dealt, (torch.randn(2, 7, 3, 4, requires_grad=True), earlier), test_utils=tests
+        )
+
+
+def test_dealing_is_what_it_says(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(dealt).result()
 
 
 def test_operations_are_what_they_say(interpreter: ProcessPoolExecutor) -> None:
