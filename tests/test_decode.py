@@ -142,8 +142,8 @@ def far_on(name: str, batch: int, groups: int, seed: int) -> list[str]:
     with mock.patch("ttmdsl.parity.draw", far):
         rows = parity(module, dtypes=(torch.float32,), shapes=(shape,), backends=("triton",), seed=seed)
     assert rows
-    # a draw of ttt_mlp loses 2e-5; a step that takes itself for another one's place is another number
-    return [f"{row.quantity} {row.error:.1e}" for row in rows if row.error > max(row.lost, 5 * row.tolerance)]
+    loses = 3e-5 if name == "ttt_mlp" else 0  # at one draw, by its norms over three numbers
+    return [f"{row.quantity} {row.error:.1e}" for row in rows if not row.ok and row.error > loses]
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

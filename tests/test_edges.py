@@ -92,7 +92,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "5 tokens, float32, cpu" in text
     assert "| mamba2 |" in text
-    assert main(["--tokens", "9", "--layers", "delta_net,mamba2", "--compared", "5", "--jobs", "2"]) == 0
+    assert main(["--tokens", "9", "--layers", "gla,mamba2", "--compared", "5", "--jobs", "2"]) == 0
     part = capsys.readouterr().out
     assert "errors: over the first 5" in part
     assert "inf" not in part

@@ -23,8 +23,8 @@ def emit_prelude(
     spec: s.LayerSpec, prelude: Prelude, alone: bool = False, in_units: bool = False, parts: Parts | None = None
 ) -> str:
     """The section's source text; its surroundings import torch. `alone`: a step's kernel finds the past by itself.
-    `in_units`: one token with gradients may be a unit, too, in Triton. `parts`: what chunks
-    walk over there, if it is no tokens."""
+    `in_units`: one token with gradients may be a unit, too, in Triton. `parts`: what chunks walk over there, if it is
+    no tokens."""
     if prelude.empty:
         return ""
     nodes = [n for e in (*(e for _, e in prelude.values), *(w.value for w in prelude.weights)) for n in walk(e)]
