@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ttmdsl.machine_code import mix_ups
+from ttmdsl.machine_code import Either, MixUp, mix_ups
 
 # of dplr's third gradient map in heads of 60 by four warps, ptxas 12.8: R182 held the thread's number, is let go for a
 # logarithm that was spilled, and read again as the thread's number
@@ -27,6 +27,7 @@ LET_GO = """
 
 def test_a_value_read_where_another_lies() -> None:
     (found,) = mix_ups(LET_GO)
+    assert isinstance(found, MixUp)
     assert (found.found, found.whole) == (
         "FFMA R205, R38.reuse, -0.5, R3 ;",
         "LOP3.LUT R228, R182, 0x1c, RZ, 0xc0, !PT ;",
@@ -39,6 +40,54 @@ def test_a_value_read_where_another_lies() -> None:
 def test_without_one_of_its_lines_nothing_is_mixed_up(line: str) -> None:
     lines = LET_GO.splitlines()
     assert mix_ups("\n".join(text for text in lines if line not in text)) == []
+
+
+# of delta_product's gradient map in heads of 64, in blocks of 32: a product takes a tile from before the walk, and
+# after the first block what another product has loaded
+TAKEN = """
+        F2FP.BF16.F32.PACK_AB R176, R59, R58 ;
+        F2FP.BF16.F32.PACK_AB R177, R61, R60 ;
+        F2FP.BF16.F32.PACK_AB R178, R63, R62 ;
+        F2FP.BF16.F32.PACK_AB R179, R65, R64 ;
+.L_x_1:
+        HGMMA.64x32x16.F32.BF16 R72, R176, gdesc[UR40].tnspB, R72 ;
+        LDSM.16.MT88.4 R176, [R3+UR4+0x2800] ;
+        HGMMA.64x32x16.F32.BF16 R40, R176, gdesc[UR44].tnspB, RZ, !UPT, gsb0 ;
+        @P0 BRA `(.L_x_1) ;
+        EXIT ;
+"""
+
+
+def test_an_operand_that_is_either_of_two() -> None:
+    (found,) = mix_ups(TAKEN)
+    assert found == Either(
+        "HGMMA.64x32x16.F32.BF16 R72, R176, gdesc[UR40].tnspB, R72 ;",
+        "F2FP.BF16.F32.PACK_AB R176, R59, R58 ;",
+        "LDSM.16.MT88.4 R176, [R3+UR4+0x2800] ;",
+    )
+    assert all(part in str(found) for part in ("R72, R176", "R59, R58", "R3+UR4"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("LDSM.16.MT88.4 R176", "LDSM.16.MT88.4 R180"),  # it has registers of its own
+        ("R40, R176, gdesc[UR44]", "R40, gdesc[UR40], gdesc[UR44]"),  # ... of no product: that is another's anyway
+        ("@P0 BRA `(.L_x_1) ;", ""),  # there is no second block
+        ("R72, R176, gdesc[UR40]", "R72, gdesc[UR36], gdesc[UR40]"),  # it lies in shared memory
+    ],
+)
+def test_what_is_one_operand(before: str, after: str) -> None:
+    text = TAKEN.replace(before, after)
+    assert text != TAKEN
+    assert bool(mix_ups(text)) == ("UR44" in before)
+
+
+def test_an_operand_that_was_spilled() -> None:
+    """By way of the stack, where a loop puts what it has loaded."""
+    spilled = TAKEN.replace(".L_x_1:", "STL.128 [R1+0x8], R176 ;\n.L_x_1:\nLDL.128 R176, [R1+0x8] ;\n")
+    assert not mix_ups(spilled)
+    assert len(mix_ups(spilled.replace("@P0", "STL.128 [R1+0x8], R176 ;\n@P0"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,12 @@ def worst(name: str, consts: dict[str, float], shapes: list[Shape]) -> list[str]
     return [f"{row.quantity} {row.error:.1e} at {row.shape}" for row in rows if not row.ok]
 
 
-def worst_in_blocks(name: str, consts: dict[str, float]) -> tuple[int, list[str]]:
+def worst_in_blocks(name: str, consts: dict[str, float], in_shared: int = 1) -> tuple[int, list[str]]:
     """How many kernels walk, and what misses, in blocks of 16 columns: one and three of a dim, the last half empty."""
     module = ttmdsl.load(name, **consts)
     shape = Shape("state", tokens=70, heads=2, dims=(40, 16, 40, 24), state=True)
-    with mock.patch.multiple(module, _BLOCK=16, _measured=lambda *_, **__: {"block": 16}):
+    config = {"block": 16, "in_shared": in_shared}
+    with mock.patch.multiple(module, _BLOCK=16, _measured=lambda *_, **__: config):
         rows = parity(module, dtypes=[torch.float32], shapes=[shape], backends=["triton"], oracle="torch")
     module._schedule.cache_clear()
     module._fitting.clear()
@@ -187,7 +188,7 @@ def worst_in_blocks(name: str, consts: dict[str, float]) -> tuple[int, list[str]
     [
         *WIDE,
         ("titans_linear", {"b": 64}),
-        *[(name, {}) for name in ("linear_attention", "mamba2", "gla", "delta_net", "rwkv7", "abc")],
+        *[(name, {}) for name in ("linear_attention", "mamba2", "gla", "delta_product", "rwkv7", "abc")],
         ("omega_linear", {"b": 64}),
     ],
 )
@@ -197,6 +198,36 @@ def test_walks_over_the_blocks_of_a_head_are_the_reference(
     walking, misses = interpreter.submit(worst_in_blocks, name, consts).result()
     assert walking
     assert misses == []
+
+
+def test_what_a_walk_takes_from_before_it_may_lie_anywhere(interpreter: ProcessPoolExecutor) -> None:
+    for in_shared in (0, 1):
+        walking, misses = interpreter.submit(worst_in_blocks, "delta_net", {}, in_shared).result()
+        assert (walking, misses) == (1, [])
+
+
+def lying(chosen: dict[str, int], gpu: int = 90, size: int = 128) -> list[object]:
+    """Where launches of delta_product's walk try to have what its products take from before it, as it was measured in
+    heads of 128 by this Triton."""
+    module = ttmdsl.load("delta_product")
+    (name,) = module._IN_SHARED
+    entry = (64, 128, 128), 2, 128, {"num_warps": 4, "num_stages": 2, **chosen}, module.triton.__version__
+    with mock.patch.object(module, "_TUNED", {90: {name: [entry]}} if chosen else {}):
+        launches = module.kernel_launches(name, {"d_k": size, "d_v": size}, torch.bfloat16, gpu)
+        return list(dict.fromkeys(constants["IN_SHARED"] for constants, _ in launches))
+
+
+def test_where_ptxas_may_mix_it_up_a_walk_takes_it_from_shared_memory(interpreter: ProcessPoolExecutor) -> None:
+    def found(*arguments: object, **more: object) -> list[object]:
+        return interpreter.submit(lying, *arguments, **more).result()  # type: ignore[arg-type]
+
+    in_registers, in_shared = {"block": 64}, {"block": 64, "in_shared": 1}
+    assert found(in_registers)[0] is False  # as it was measured, by way of the rules' if there is no room
+    assert found(in_shared)[0] is True
+    for elsewhere in ({"gpu": 80}, {"size": 96}):  # masked dims are another text
+        assert found(in_registers, **elsewhere)[0] is True
+    assert found({"block": 128}) == [False]  # one block is no walk
+    assert found({}) == [False]
 
 
 def walked() -> list[tuple[int, int]]:

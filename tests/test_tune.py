@@ -195,6 +195,22 @@ def test_what_tables_lack_is_measured_beside_what_they_have(tmp_path: Path) -> N
     assert [line.split()[2] for line in said] == ["scan:"]
 
 
+def test_what_configurations_say_since_is_measured_beside_what_tables_have(tmp_path: Path) -> None:
+    """By narrow blocks, which count where they were measured alone, it is an entry beside what it was."""
+    fake, path = FakeLab(), tmp_path / "sm_90.json"
+    before = replace(SCAN, config={"num_warps": 4, "num_stages": 2, "block": 64}, us=100, default_us=120)
+    known = Table("sm_90", [before])
+    path.write_text(known.to_json())
+    narrow = {"num_warps": 4, "num_stages": 3, "block": 32, "copied": 0}
+    fake.faster = quick("scan", 10, **narrow) | quick("scan", 20, **{**narrow, "block": 64})
+    table, said = tuned(fake, path, known=known, only="copied")
+    assert [(e.config, e.us, e.default_us) for e in table.kernels] == [(narrow, 10, 120), (before.config, 100, 120)]
+    assert all("copied" in trial.forced["scan"] for trial in fake.timed[1:])
+    assert len(said) == 1
+    _, said = tuned(fake, path, known=known, only="in_shared")
+    assert said == ["delta_net 8,2048,16,64: no kernel here that takes long has a configuration with in_shared"]
+
+
 def test_orders_alone_of_what_finds_no_room_are_by_the_rules(tmp_path: Path) -> None:
     fake, path = FakeLab(), tmp_path / "sm_90.json"
     wide = {"num_warps": 8, "num_stages": 4, "block": 64}
@@ -370,6 +386,10 @@ def test_candidates_are_what_a_kernel_can_make_use_of() -> None:
     assert all("block" not in c and c["num_stages"] == 1 for c in candidates(MAP))
     walks = candidates(replace(MAP, config={**MAP.config, "block": 64}))
     assert {(c["num_stages"], c["block"]) for c in walks} == {(s, n) for s in (1, 2, 3) for n in (32, 64)}
+    assert not any("in_shared" in c for c in walks)
+    lying = [c for c in candidates(replace(MAP, config={**MAP.config, "block": 64}), walked=64) if "in_shared" in c]
+    assert {c["block"] for c in lying} == {32}  # of one block there is nothing from before a walk
+    assert {**lying[0], "in_shared": 0} in [{**c, "in_shared": 0} for c in walks]
     assert {c["num_warps"] for c in candidates(replace(SCAN, kernel="token scan 0 products 5"))} == {1, 2, 4, 8}
     assert {c["block"] for c in candidates(replace(SCAN, kernel="pairs read: weighs"))} == {32, 64}
 

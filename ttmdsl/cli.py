@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttmdsl.errors import LoadError, TtmError
+from ttmdsl.tuning import CONFIG
 from ttmdsl.version import VERSION
 
 if TYPE_CHECKING:
@@ -287,6 +288,8 @@ def _parser() -> argparse.ArgumentParser:
     some.add_argument("--orders", action="store_true", help=told)
     told = "those kernels alone that tables have nothing of at this shape, beside the others as they have them"
     some.add_argument("--missing", action="store_true", help=told)
+    told = "configurations alone that say this, as what tables from before know nothing of, beside what these have"
+    some.add_argument("--only", default="", choices=sorted(CONFIG), metavar="KEY", help=told)
     jobs = max(2, min(12, os.cpu_count() or 4))  # Triton compiles on one core a process, or little more
     told = f"processes that compile and check (default {jobs} here: the cores, 12 at most)"
     tune.add_argument("--jobs", type=int, default=jobs, metavar="N", help=told)

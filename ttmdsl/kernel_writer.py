@@ -46,7 +46,7 @@ from ttmdsl.write_rounds import emit_rounds, emit_together
 
 LOCALS = frozenset(
     "tl triton torch n h i j u row_h alive ahead lower strict live last first length count unit_0 t_ offset place H BT"
-    " LEN GROUP PER DOT PRECISION INVERSE BY_WARP DIMS_FIRST KEEP SEGMENT EVEN ORDER row head back slot"
+    " LEN GROUP PER DOT PRECISION INVERSE BY_WARP DIMS_FIRST IN_SHARED KEEP SEGMENT EVEN ORDER row head back slot"
     " inside token program step block lane here there begin fresh piece slot_0 tokens row_s share turn room SHARES"
     " ROOM".split()
 )
@@ -323,7 +323,10 @@ class KernelWriter:
             self.text.handed_in = [[n.axes for n in r.sums] for r in found if r.sums]
         if not kernel.inner:
             return emit_together(self.printer, found, kernel.users, then)
-        return emit_rounds(self.printer, found, dim, then, shared=bool(self.text.shared))
+        in_shared = kernel.kind == "map" and not self.printer.few
+        lines = emit_rounds(self.printer, found, dim, then, bool(self.text.shared), in_shared)
+        self.text.uses |= {"in_shared"} if self.printer.in_shared else set()
+        return lines
 
     def begin(self, kind: str, leaf: Node) -> list[str]:
         """Lines that put a state that a walk begins with where the first unit finds it."""

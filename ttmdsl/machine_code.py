@@ -2,8 +2,10 @@
 
 Input: a cubin. A `MixUp` is a value that one instruction takes for an address or a whole number and another for a
 float, which no compiler means: ptxas let a register go, and reads it again where another value lies by then (12.8, as
-Triton 3.6 has it, in dplr's gradients in heads of 60: benchmarks/NOTES.md). Finds no mix-up of two values of one kind.
-Runs nothing.
+Triton 3.6 has it, in dplr's gradients in heads of 60: benchmarks/NOTES.md). `Either` is an operand of a product that
+one of two instructions of different kinds has found: ptxas gave the operand that a loop takes from before it and one
+that the loop loads the same registers (12.8, in maps that walk over blocks). Finds no mix-up of two values of one kind,
+nor of two that instructions of one kind found. Runs nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ _WHOLE = {"LOP3", "SHF", "IMAD", "ISETP", "LEA"}  # beside small numbers
 _GIVE_NONE = frozenset("ST STG STS STL STSM RED REDG BAR BRA BSSY BSYNC EXIT RET NOP FSETP ISETP".split())
 _JUMPS = {"BRA", "BREAK"}
 _ENDS = {"EXIT", "RET", "BRX", "JMX", "CALL"}  # a function gives registers that its call does not name
+_FACTOR = 4  # registers of a thread in which a product of tiles takes its left operand, if it takes it so
 _MOST = 128  # registers that one instruction gives
 _SMALL = 1 << 16  # whole numbers from here on may be patterns of bits of floats
 _EXPONENT = 23  # bits below it
@@ -46,6 +49,18 @@ class MixUp:
         return f"{self.found} read by {self.whole} and {self.real}"
 
 
+@dataclass(frozen=True, slots=True)
+class Either:
+    """A product's operand, by the product, and two instructions of which each may have found it."""
+
+    product: str
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"{self.product} takes what {self.first} or {self.second} found"
+
+
 @dataclass(slots=True)
 class _Instruction:
     text: str
@@ -55,18 +70,20 @@ class _Instruction:
     perhaps: bool  # whether it runs under a condition
     whole: _Places  # read as an address or a whole number
     real: _Places  # read as a float
+    factor: _Places  # read as the left operand of a product of tiles
     constant: bool  # whether it gives a constant, which may be both
 
 
-def mixed_up(cubin: bytes) -> list[MixUp]:
-    """The values of a cubin that are read as two things."""
+def mixed_up(cubin: bytes) -> list[MixUp | Either]:
+    """The values of a cubin that are read as two things, and the operands that may be either of two."""
     return mix_ups(_asked("nvdisasm", "-c", cubin))
 
 
-def mix_ups(text: str) -> list[MixUp]:
+def mix_ups(text: str) -> list[MixUp | Either]:
     """The same of what nvdisasm prints of a cubin."""
     blocks, after = _blocks(text)
-    return _found(blocks, _reaching(blocks, after))
+    held = _reaching(blocks, after)
+    return [*_found(blocks, held), *_either(blocks, held)]
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -144,8 +161,9 @@ def _instruction(match: re.Match[str], line: str) -> _Instruction:
     elif base in ("CS2R", "HFMA2", "LDC", "IMAD") and not _REGISTER.search(",".join(taken)):
         constant = True
     whole, real = _kinds(op, operands, taken)
+    factor = _registers(taken[0], _FACTOR) if base == "HGMMA" and taken[0] != "RZ" else ()
     perhaps = unless == "!" or predicate not in (None, "PT")
-    return _Instruction(line, base, gives, copied, perhaps, whole, real, constant)
+    return _Instruction(line, base, gives, copied, perhaps, whole, real, factor, constant)
 
 
 def _width(base: str, op: str) -> int:
@@ -203,9 +221,10 @@ def _reaching(blocks: list[list[_Instruction]], after: list[set[int]]) -> list[_
     for block in blocks:
         starts.append(starts[-1] + len(block))
     held: list[_Held] = [{} for _ in blocks]
-    waiting = list(range(len(blocks)))
+    waiting = set(range(len(blocks)))
     while waiting:
-        i = waiting.pop()
+        i = min(waiting)  # none before those that lead to it, but for loops' ends
+        waiting.remove(i)
         now = dict(held[i])
         for number, instruction in enumerate(blocks[i], starts[i]):
             _step(now, number, instruction)
@@ -217,8 +236,8 @@ def _reaching(blocks: list[list[_Instruction]], after: list[set[int]]) -> list[_
                 new = values if old is None else old | values
                 if new is not old and new != old:
                     there[place], changed = new, True
-            if changed and j not in waiting:
-                waiting.append(j)
+            if changed:
+                waiting.add(j)
     return held
 
 
@@ -245,3 +264,21 @@ def _found(blocks: list[list[_Instruction]], held: list[_Held]) -> list[MixUp]:
             number += 1
     both = sorted(whole.keys() & real.keys())
     return [MixUp(every[n // _MOST].text, whole[n], real[n]) for n in both if not every[n // _MOST].constant]
+
+
+def _either(blocks: list[list[_Instruction]], held: list[_Held]) -> list[Either]:
+    """Operands of products that instructions of different kinds may have found."""
+    every = [instruction for block in blocks for instruction in block]
+    found: list[Either] = []
+    number = 0
+    for block, start in zip(blocks, held, strict=True):
+        now = dict(start)
+        for instruction in block:
+            for place in instruction.factor:
+                by = {every[n // _MOST].op: every[n // _MOST].text for n in sorted(now.get(place, ()))}
+                if len(by) > 1:
+                    found.append(Either(instruction.text, *[*by.values()][:2]))
+                    break
+            _step(now, number, instruction)
+            number += 1
+    return found

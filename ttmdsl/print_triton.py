@@ -7,7 +7,7 @@ and stored (print_tiles.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ttmdsl.builder import Builder
 from ttmdsl.ir import PAST, TOKEN_AXES, UNIT_AXES, Axes, Node, base_dim, constant, has_dim, is_matmul, original
@@ -22,6 +22,7 @@ CALLS = {
 }  # fmt: skip
 TINY = repr(2.0**-100)  # the logarithm of what has underflowed is finite, and its slope far from overflow
 NEGATIVE_INFINITY = 'float("-inf")'
+_WAITING = "_shared"  # how the names of tiles end that wait in shared memory
 
 
 class TritonPrinter(Printer):
@@ -45,6 +46,7 @@ class TritonPrinter(Printer):
         self.products = Products.SHORT  # where products are computed
         self.turned: Container[Node] = ()  # products that are wanted transposed alone: found so
         self.apart: Mapping[Node, Node] = {}  # by product an operand that lays out nothing before it
+        self.in_shared: dict[Node, str] = {}  # by product its left operand, which waits in shared memory
         self.few = False  # whether a unit has fewer tokens than `ROWS`
 
     def order(self, nodes: list[Node], kept: list[Node]) -> list[Node]:
@@ -68,6 +70,9 @@ class TritonPrinter(Printer):
         if is_matmul(node) and self.products is not Products.SHORT:
             return math.inf if self.products is Products.TAKEN else 0
         return super().most(node)
+
+    def length(self, expression: str) -> int:
+        return super().length(expression.replace(_WAITING, ""))  # in registers or not, the lines are the same
 
     def wish(self, node: Node) -> str:
         if node.op == "leaf":
@@ -119,13 +124,17 @@ class TritonPrinter(Printer):
 
     def _summands(self, nodes: tuple[Node, ...], over: Axes) -> list[str]:
         """Texts of the factors of a sum over axes, masked so that padding adds nothing."""
+        return [self.masked(n, mask) for n, mask in zip(nodes, self._masks(nodes, over), strict=True)]
+
+    def _masks(self, nodes: tuple[Node, ...], over: Axes) -> list[Axes]:
+        """Of each factor of a sum over axes those that it is masked in."""
         dims = [x for x in over if x not in UNIT_AXES]
         result = []
         clean = {x: any(self.padding.of(n, x) == "zero" for n in nodes) for x in dims}
         for n in nodes:
-            mask = [x for x in dims if self.padding.of(n, x) == "wild" or not clean[x]]
+            mask = tuple(x for x in dims if self.padding.of(n, x) == "wild" or not clean[x])
             clean |= dict.fromkeys(mask, True)
-            result.append(self.masked(n, tuple(mask)))
+            result.append(mask)
         return result
 
     def expression(self, node: Node) -> str:
@@ -237,14 +246,34 @@ class TritonPrinter(Printer):
             text = f"tl.{how}({text}, {axes.index(x)})"
         return text
 
+    def put_in_shared(self, nodes: Iterable[Node]) -> list[str]:
+        """Lines that put into shared memory, where launches ask for it, the left operands that products among these
+        values, a walk's, take from before it. Triton would have them in registers, which takes these from all else; and
+        ptxas 12.8 gives them to operands that the walk loads, so that its next step reads the wrong ones."""
+        found: dict[str, str] = {}
+        for n in (n for n in nodes if is_matmul(n) and n not in self.wide and n not in self.in_shared):
+            (a, mask), _ = self._sides(n)
+            if a in self.text and original(a) not in self.loads and self.apart.get(n) is not a:
+                text = self._factor(a, mask)
+                name = found.get(text) or self.names.get(f"{self.text[a]}{_WAITING}")
+                found[text] = self.in_shared[n] = name
+        return [f"{name} = _in_shared({text}, DOT, IN_SHARED)" for text, name in found.items()]
+
+    def _sides(self, product: Node) -> list[tuple[Node, Axes]]:
+        """A product's operands, the left one first, and in which axes each is masked."""
+        sides = [*zip(product.args, self._masks(product.args, product.reduced), strict=True)]
+        return sides[::-1] if product.axes[product in self.turned] in sides[1][0].axes else sides
+
+    def _factor(self, node: Node, mask: Axes) -> str:
+        """An operand of a product, masked, in the dtype that it was loaded in."""
+        text = self.masked(node, mask)
+        return text.removesuffix(".to(tl.float32)") if self.raw(node) else text
+
     def _contract(self, node: Node) -> str:
-        a, b = node.args
         over = node.reduced
-        left, right = self._summands((a, b), over)
         if is_matmul(node):
-            left, right = (t.removesuffix(".to(tl.float32)") if self.raw(n) else t for n, t in ((a, left), (b, right)))
-            if node.axes[node in self.turned] in b.axes:
-                a, b, left, right = b, a, right, left
+            (a, mask), (b, other) = self._sides(node)
+            left, right = self.in_shared.get(node) or self._factor(a, mask), self._factor(b, other)
             left = left if a.axes[1] == over[0] else f"tl.trans({left})"
             right = right if b.axes[0] == over[0] else f"tl.trans({right})"
             held = self.apart.get(node)
@@ -258,6 +287,8 @@ class TritonPrinter(Printer):
             if not self.few and rows in UNIT_AXES and columns not in TOKEN_AXES:
                 how += ", DIMS_FIRST"
             return f"{'_wide_dot' if wide else '_tile_dot'}({left}, {right}, {how})"
+        a, b = node.args
+        left, right = self._summands((a, b), over)
         union = self.builder.order((*a.axes, *b.axes))
         product = f"{at(left, a.axes, union)} * {at(right, b.axes, union)}"
         return self._reduce("sum", product, union, over)

@@ -146,7 +146,7 @@ class Printer(ABC):
             expression = self.expression(node)
             given = node.op == "size" or constant(node) is not None or expression.isidentifier()
             most = ARGUMENT_WIDTH if node in arguments else self.most(node)
-            if given or node in inside or (node not in named and len(expression) <= most):
+            if given or node in inside or (node not in named and self.length(expression) <= most):
                 self.text[node] = expression
             else:
                 self.text[node] = self.names.get(self.builder.labels.get(node) or self.wish(node))
@@ -159,6 +159,10 @@ class Printer(ABC):
     def most(self, node: Node) -> float:
         """The length up to which a value's expression stands where it is taken, if that is once."""
         return INLINE_WIDTH
+
+    def length(self, expression: str) -> int:
+        """An expression's length, by which it stands where it is taken, or on a line of its own."""
+        return len(expression)
 
     def join(self, sums: list[Node], named: set[Node]) -> dict[Node, Node]:
         """The sums x + a b that are one operation, each with its product, if the target has it; none of the named."""

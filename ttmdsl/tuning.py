@@ -39,6 +39,7 @@ CONFIG = {
     "chunk": (16, 32, 64, 128),  # tokens of a unit
     "order": tuple(ALL[1:]),  # in which a kernel computes and loads its values, by its number (orders.py)
     "dims_first": (1,),  # products of 64 tokens by more dims are found as their transposes, which eight warps share
+    "in_shared": (1,),  # products of a walk over blocks take from shared memory what they take from before it
     "shares": tuple(range(2, 17)),  # among so many programs a head's blocks are shared out, where it was measured
     "copied": (0,),  # of a scan's tensors those alone are copied to shared memory ahead that products take, not all
 }

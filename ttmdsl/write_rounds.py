@@ -17,10 +17,15 @@ Then = Mapping[Node, Callable[[], list[str]]]
 
 
 def emit_rounds(
-    printer: TritonPrinter, found: Sequence[Round], dim: str, then: Then, shared: bool = False
+    printer: TritonPrinter,
+    found: Sequence[Round],
+    dim: str,
+    then: Then,
+    shared: bool = False,
+    in_shared: bool = False,
 ) -> list[str]:
     """Lines that compute everything in the rounds; `then` gives lines that follow a value at once, as its store.
-    `shared`: blocks may be shared out."""
+    `shared`: blocks may be shared out. `in_shared`: what products take from before a walk may wait in shared memory."""
     lines: list[str] = []
     most = 0.0
     adding_up = [r for r in found if r.sums]
@@ -33,6 +38,8 @@ def emit_rounds(
         for n, name in totals.items():
             lines.append(f"{name} = {f'tl.zeros({shape(n.axes)}, tl.float32)' if n.axes else '0.0'}")
         beside = sum(map(printer.weight, {*totals, *_outside(printer, found[i:], dim)}))
+        if in_shared:
+            lines += printer.put_in_shared(reachable([*r.sums, *r.ends], printer.text))
         known, printer.alive = dict(printer.text), 0.0
         adding = {n: _adding(printer, n, name) for n, name in totals.items()}
         ends = {n: then[n] for n in r.ends if n in then}

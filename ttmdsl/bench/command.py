@@ -101,8 +101,9 @@ def tune_command(arguments: argparse.Namespace) -> int:
     path = arguments.output or folders[-1] / f"{target}.json"
     chosen = [replace(case, backend="triton") for case in cases(arguments, "cuda")]
     with GpuLab(arguments.jobs) as lab:
-        known = _known(target, folders, path) if arguments.orders or arguments.missing else None
-        settings = Settings(arguments.budget, known=known, missing=arguments.missing)
+        asks = arguments.orders or arguments.missing or arguments.only
+        known = _known(target, folders, path) if asks else None
+        settings = Settings(arguments.budget, known=known, missing=arguments.missing, only=arguments.only)
         found = tune(chosen, target, path, settings, lab, lambda text: print(text, flush=True))
     print(f"{path}: {len(found.kernels)} kernels, {len(found.chunks)} forms, {len(found.excluded)} excluded")
     return 0

@@ -229,7 +229,8 @@ def _config(tiles: dict[str, Any], options: dict[str, Any]) -> dict[str, int]:
     config = {key: int(value) for key, value in options.items() if key in CONFIG and key != "maxnreg"}
     fewer = config.get("num_stages", 1) > 1 and tiles.get("STAGES", 0) is None
     shares = tiles.get("SHARES", 1)
-    more = {"dims_first": tiles.get("DIMS_FIRST"), "shares": shares if shares > 1 else 0}
+    more = {key: tiles.get(key.upper()) for key in ("dims_first", "in_shared")}
+    more["shares"] = shares if shares > 1 else 0
     return config | {key: int(value) for key, value in more.items() if value} | ({"copied": 0} if fewer else {})
 
 
@@ -277,4 +278,6 @@ def facts(trial: Trial) -> Facts:
                 length, _, _ = module._lengths(name, sizes, dtype, places[name][2], gpu)
                 forms[name] = entry(name, signature, {"chunk": length})
         orders = getattr(module, "_ORDERED", {})
-        return Facts(kernels, forms, {k: way for name, way in orders.items() for k in (name, without_gradients(name))})
+        by_name = {k: way for name, way in orders.items() for k in (name, without_gradients(name))}
+        walks = {name: module.KERNEL_BLOCKS[name].removeprefix("P_") for name in getattr(module, "_IN_SHARED", ())}
+        return Facts(kernels, forms, by_name, {name: sizes[dim] for name, dim in walks.items()})

@@ -36,19 +36,22 @@ class Settings:
     """`budget`: seconds after which nothing new is begun. `margin`: what a configuration must gain over the rules' own.
     `negligible`: the share of a pass below which a kernel stays with the rules. `known`: a table of launches, to which
     orders of values alone are added, or, if it is to be filled (`missing`), kernels that it does not have here; till
-    then these are launched by the rules."""
+    then these are launched by the rules; or configurations alone that say what a table did not (`only` that).
+    """
 
     budget: float = 540.0
     margin: float = 0.02
     negligible: float = 0.02
     known: Table | None = None
     missing: bool = False
+    only: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a trial launches, kernels and forms whose units may have any length, by name; and the orders in which
-    kernels may compute their values beside their own.
+    kernels may compute their values beside their own; the size of the dim that those kernels walk over which may have
+    `in_shared` memory what their products take from before a walk.
 
     Each is an `Entry`: its place, the configuration that the rules choose, and Triton's version.
     """
@@ -56,6 +59,7 @@ class Facts:
     kernels: Mapping[str, Entry]
     forms: Mapping[str, Entry]
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    in_shared: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,9 @@ def _tuned(
             names = {name for name, own in facts.kernels.items() if not _there(settings.known, own)}
             yield from _kernels(tuned, target, settings, lab, late, names)
             return
+        if settings.only:
+            yield from _with(settings.only, tuned, found, facts, target, settings, lab, late)
+            return
         yield from _orders(tuned, found, facts.orders, target, settings, lab, late)
         return
     tuned = yield from _kernels(plain, target, settings, lab, late)
@@ -174,7 +181,8 @@ def _kernels(
         raise RuntimeError("tables have all kernels here that take long enough to be measured")
     if not long:
         return plain
-    configs = {name: _others(facts.kernels[name], candidates(facts.kernels[name])) for name in long}
+    ways = {name: candidates(facts.kernels[name], facts.in_shared.get(name, 0)) for name in long}
+    configs = {name: _others(facts.kernels[name], ways[name]) for name in long}
     found: dict[str, list[Entry]] = {}
     parts: dict[str, Table] = {}
     for measured in _measured(plain, configs, lab, late):
@@ -217,6 +225,36 @@ def _launched(
         us, (first, *others) = _microseconds(base, name), entries[name]
         found[name] = [replace(first, us=us, default_us=first.default_us or us), *others]
     return tuned, found
+
+
+def _with(
+    only: str,
+    tuned: Trial,
+    found: Mapping[str, list[Entry]],
+    facts: Facts,
+    target: str,
+    settings: Settings,
+    lab: Lab,
+    late: Callable[[], bool],
+) -> Iterator[tuple[str, Table]]:
+    """What was found out about kernels, launched as they are, by configurations that say this one thing."""
+    configs: dict[str, list[Config]] = {}
+    for name in found:
+        new = [c for c in candidates(facts.kernels[name], facts.in_shared.get(name, 0)) if only in c]
+        configs |= {name: _others(found[name][0], new)} if new else {}
+    if not configs:
+        raise RuntimeError(f"no kernel here that takes long has a configuration with {only}")
+    parts: dict[str, Table] = {}
+    for measured in _measured(tuned, configs, lab, late):
+        for name, times in measured.items():
+            before, *others = found[name]
+            (fastest, *_), excluded = _best(before, before.us, configs[name], times, settings)
+            # what it was counts where a narrow one does not, if it is for everywhere
+            others = [before, *others] if fastest.narrow and not before.narrow else others
+            kept = [replace(fastest, default_us=before.default_us), *others]
+            parts[name] = Table(target, kernels=kept, excluded=excluded)
+            yield "", parts[name]
+    yield from _said(parts)
 
 
 def _orders(
@@ -278,11 +316,12 @@ def _long(base: Times, facts: Facts, settings: Settings) -> list[str]:
     return sorted(long, key=lambda name: -base[name])
 
 
-def candidates(entry: Entry) -> list[Config]:
+def candidates(entry: Entry, walked: int = 0) -> list[Config]:
     """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim or
     the kernel walks over one, fewer registers where a multiprocessor has room for one block more then, or ptxas may put
     what a walk over tokens waits for in another order; products of tokens by more dims as their transposes, which eight
-    warps share; fewer tensors copied ahead, which leaves a scan more room."""
+    warps share; fewer tensors copied ahead, which leaves a scan more room; of a walk over several blocks of a
+    dim, of the size `walked`, what its products take from before it in shared memory, if they take anything."""
     unit, way, *_ = entry.kernel.split()
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
@@ -297,8 +336,10 @@ def candidates(entry: Entry) -> list[Config]:
     fewer = [{**config, "maxnreg": n} for config in found for n in registers if config["num_warps"] == 4]
     copies = unit == "chunk" and way in ("scan", "reverse") and " in rounds" not in entry.kernel
     plain = [{**config, "copied": 0} for config in found if copies and config["num_stages"] > 1]
+    several = [config for config in (*found, *fewer) if config.get("block", walked) < walked]
+    lying = [{**config, "in_shared": 1} for config in several]
     same = {"shares": entry.config["shares"]} if "shares" in entry.config else {}
-    return [{**config, **same} for config in (*found, *fewer, *plain)]
+    return [{**config, **same} for config in (*lying, *found, *fewer, *plain)]
 
 
 def _others(entry: Entry, configs: Iterable[Config]) -> list[Config]:
