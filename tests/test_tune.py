@@ -204,9 +204,16 @@ def test_what_configurations_say_since_is_measured_beside_what_tables_have(tmp_p
     narrow = {"num_warps": 4, "num_stages": 3, "block": 32, "copied": 0}
     fake.faster = quick("scan", 10, **narrow) | quick("scan", 20, **{**narrow, "block": 64})
     table, said = tuned(fake, path, known=known, only="copied")
-    assert [(e.config, e.us, e.default_us) for e in table.kernels] == [(narrow, 10, 120), (before.config, 100, 120)]
+    assert [(e.config, e.us, e.default_us) for e in table.kernels] == [
+        (narrow, 10, 120),
+        ({**narrow, "block": 64}, 20, 120),  # where narrow blocks do not count
+    ]
     assert all("copied" in trial.forced["scan"] for trial in fake.timed[1:])
     assert len(said) == 1
+    fake.faster |= quick("scan", 5, **{**narrow, "block": 64, "num_warps": 8})
+    table, _ = tuned(fake, path, known=table, only="copied")
+    assert [e.us for e in table.kernels] == [5]  # it is for everywhere
+    assert tuned(fake, path, known=table, only="copied") == (table, [])  # none is faster
     _, said = tuned(fake, path, known=known, only="in_shared")
     assert said == ["delta_net 8,2048,16,64: no kernel here that takes long has a configuration with in_shared"]
 

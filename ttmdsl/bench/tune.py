@@ -248,12 +248,13 @@ def _with(
     for measured in _measured(tuned, configs, lab, late):
         for name, times in measured.items():
             before, *others = found[name]
-            (fastest, *_), excluded = _best(before, before.us, configs[name], times, settings)
-            # what it was counts where a narrow one does not, if it is for everywhere
-            others = [before, *others] if fastest.narrow and not before.narrow else others
-            kept = [replace(fastest, default_us=before.default_us), *others]
-            parts[name] = Table(target, kernels=kept, excluded=excluded)
-            yield "", parts[name]
+            (fastest, *rest), excluded = _best(before, before.us, configs[name], times, settings)
+            if fastest.config != before.config or excluded:
+                wide = sorted((e for e in (*rest, *others) if not e.narrow), key=lambda e: e.us)
+                chosen = [fastest, *(wide[:1] if fastest.narrow else [])]
+                kept = [replace(entry, default_us=before.default_us) for entry in chosen]
+                parts[name] = Table(target, kernels=kept, excluded=excluded)
+                yield "", parts[name]
     yield from _said(parts)
 
 
