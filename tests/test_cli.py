@@ -22,6 +22,24 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
 
 
+IDLE = """layer Idle {
+  dim d_k, d_v
+  input q[d_k], k[d_k], v[d_v], z[d_k]
+  gate alpha: decay, beta: unit, mu: unit
+  param w[d_k]
+  const a = 2, c = 2, n = 2
+  let twice = 2 * beta
+  fn f(x) = a * x
+  fn g(x) = x / 2
+  memory S[d_v, d_k]
+  bias f(1/2) * |S @ k - v|^2
+  retention alpha * S
+  optimizer gd(rate = beta, steps = n)
+  read S @ q
+}
+"""
+
+
 def test_build_writes_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "titans.py"
     assert main(["build", "titans_linear", "--set", "b=4", "-o", str(path)]) == 0
@@ -115,6 +133,22 @@ def test_check_of_a_layer_that_holds(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "titans_linear b=4" in out
     assert "grad log_alpha" in out
     assert "comparisons hold" in out
+
+
+def test_check_tells_what_nothing_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And holds: it is no error. What a shape, a setting or a function's body takes is used."""
+    monkeypatch.setattr(parity, "SHAPES", parity.SHAPES[:1])
+    path = tmp_path / "idle.ttm"
+    path.write_text(IDLE)
+    assert main(["check", str(path)]) == 0
+    err = capsys.readouterr().err
+    told = [line.partition("nothing uses the ")[2] for line in err.splitlines() if "nothing uses" in line]
+    assert told == ["input `z`", "gate `mu`", "param `w`", "constant `c`", "let `twice`", "function `g`"]
+    assert f"{path}:3:33: nothing uses the input `z`" in err
+    assert main(["check", "delta_product"]) == 0
+    assert "nothing uses" not in capsys.readouterr().err
 
 
 def test_check_of_a_layer_that_misses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

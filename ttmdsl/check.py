@@ -304,6 +304,26 @@ def _functions(tree: syntax.Layer, scope: Scope) -> None:
                 scope.vector_fns.setdefault(fn.name.text, checked)
 
 
+def unused(tree: syntax.Layer) -> list[Diagnostic]:
+    """What a layer declares and nothing takes, in the source's order. That is no error: the layer means what it means,
+    and callers give such a tensor in vain."""
+    kinds: dict[syntax.Name, str] = {}
+    for clause in tree.clauses:
+        match clause:
+            case syntax.Tensors(kind=kind, items=items):
+                kinds |= {item.name: kind for item in items}
+            case syntax.Constants(items=constants):
+                kinds |= {item.name: "constant" for item in constants}
+            case syntax.Let() | syntax.Function():
+                kinds[clause.name] = type(clause).__name__.lower()
+    taken = {n.text for n in syntax.walk(tree) if isinstance(n, syntax.Name) and n not in kinds}
+    return [
+        Diagnostic(name.span, f"nothing uses the {kind} `{name.text}`", "use it in a clause, or remove it")
+        for name, kind in kinds.items()
+        if name.text not in taken
+    ]
+
+
 def _find_cycles(scope: Scope) -> None:
     calls = {
         name: {n.text for n in syntax.walk(fn.body) if isinstance(n, syntax.Name)} & scope.functions.keys()

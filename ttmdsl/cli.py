@@ -65,9 +65,13 @@ def _check(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import track
 
+    from ttmdsl.check import unused
     from ttmdsl.loader import load
     from ttmdsl.parity import SHAPES, Row, parity, table
 
+    job = _run(arguments, after="check")
+    for note in unused(job.done["parse"]):
+        print(note.render(job.text, job.filename), file=sys.stderr)
     module = load(arguments.spec, **dict(arguments.set))
     rows: list[Row] = []
     errors = Console(stderr=True)
