@@ -13,6 +13,7 @@ import pytest
 from test_zoo import group
 
 import ttmdsl
+from ttmdsl.drawing import Shape, draw
 
 SHAPES: tuple[dict[str, Any], ...] = (
     {"label": "T=21, cut at 6", "tokens": 21, "heads": 2, "dims": (12, 20, 9), "cuts": (6,)},
@@ -145,7 +146,6 @@ def end_alone(layer: str) -> list[float]:
     in the other process."""
     import torch
 
-    from ttmdsl.drawing import Shape, draw
     from ttmdsl.parity import relative_error
 
     module = ttmdsl.load(layer)
@@ -170,8 +170,6 @@ def walked_twice(layer: str) -> list[float]:
     """By how much gradients change when a graph that was kept is walked once more."""
     import torch
 
-    from ttmdsl.drawing import Shape, draw
-
     module = ttmdsl.load(layer)
     x = {k: t.float().requires_grad_() for k, t in draw(module, Shape("", tokens=70, dims=(16,))).x.items()}
     y, _ = module.op(**x, backend="triton")
@@ -182,6 +180,34 @@ def walked_twice(layer: str) -> list[float]:
 
 def test_a_graph_that_is_kept_is_walked_again(interpreter: ProcessPoolExecutor) -> None:
     assert max(interpreter.submit(walked_twice, "gated_delta_net").result()) == 0
+
+
+def by_itself(name: str) -> list[tuple[str, float]]:
+    """Errors in bfloat16 of y, the final state and gradients, and of a step, in an interpreter that nobody mended."""
+    import torch
+
+    module = ttmdsl.load(name)
+    drawn = draw(module, Shape("state", tokens=33, heads=2, dims=(24, 20), state=True))
+
+    def found(backend: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        x = {k: t.to(torch.bfloat16).to(dtype).requires_grad_() for k, t in drawn.x.items()}
+        y, final = module.op(**x, initial_state=drawn.state, output_final_state=True, backend=backend)
+        assert y.dtype == dtype
+        d = torch.autograd.grad(y.double().sin().sum(), [*x.values()], allow_unused=True)
+        last = {k: t if k in module.PARAMS else t[:, 0] for k, t in x.items()}
+        after, _ = module.step(**{k: t.detach() for k, t in last.items()}, initial_state=final, backend=backend)
+        return {"y": y, "step": after, **final, **{k: g for k, g in zip(x, d, strict=True) if g is not None}}
+
+    narrow, wide = found("triton", torch.bfloat16), found("reference", torch.float64)
+    return [(k, float((narrow[k].double() - t).norm() / t.norm())) for k, t in wide.items() if t.is_floating_point()]
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "swdt"])
+def test_the_interpreter_by_itself_is_right_in_bfloat16(interpreter: ProcessPoolExecutor, name: str) -> None:
+    """Triton's takes bits for integers: kernels take float32 there."""
+    errors = interpreter.submit(by_itself, name).result()
+    assert len(errors) > 5
+    assert max(error for _, error in errors) < 5e-3, errors
 
 
 def product() -> tuple[float, float, bool]:

@@ -2,8 +2,8 @@
 
 Usage: `with rounded(): ...` around calls of kernels under TRITON_INTERPRET. The interpreter by itself (3.6 to 3.9)
 multiplies the bits of bfloat16 tiles as integers, cuts off what it converts, and takes float32 where a GPU is asked for
-tf32, the 10 leading bits of a float32's fraction. With this, errors are those that a GPU shows. Knows no kernel, and
-changes nothing where kernels are compiled.
+tf32, the 10 leading bits of a float32's fraction: a module's kernels take float32 in place of bfloat16 then. With this,
+errors are those that a GPU shows. Knows no kernel, and changes nothing where kernels are compiled.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def rounded() -> Iterator[None]:
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return TensorHandle(np.where(np.isnan(value.data), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
 
+    product.mended = True  # type: ignore[attr-defined]  # modules have kernels take float32 otherwise
     InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = product, narrow
     try:
         yield
