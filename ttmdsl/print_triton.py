@@ -255,7 +255,8 @@ class TritonPrinter(Printer):
             (a, mask), _ = self._sides(n)
             if a in self.text and original(a) not in self.loads and self.apart.get(n) is not a:
                 text = self._factor(a, mask)
-                name = found.get(text) or self.names.get(f"{self.text[a]}{_WAITING}")
+                called = self.text[a] if self.text[a].isidentifier() else self.wish(a)
+                name = found.get(text) or self.names.get(f"{called}{_WAITING}")
                 found[text] = self.in_shared[n] = name
         return [f"{name} = _in_shared({text}, DOT, IN_SHARED)" for text, name in found.items()]
 
