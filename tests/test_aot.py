@@ -41,7 +41,7 @@ from ttmdsl.aot import (
 )
 from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
-from ttmdsl.machine_code import MixUp
+from ttmdsl.machine_code import Either, MixUp
 
 UNLIKE = [v for v in VARIANTS if not v.startswith(("lattice_enc", "lattice_sim"))]  # these are like lattice_dec
 FROM_A_START = "_(chunk|token)_"  # what kernels' names begin with that take whole groups of tokens
@@ -171,6 +171,16 @@ def test_mixed_up_values_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ttmdsl.aot.mixed_up", lambda cubin: [mixed])
         rows = compile_kernels(Job("mamba2", 16, "sm_90", "bfloat16", named="_chunk_carry"))
         assert [row.error for row in rows] == [error]
+
+
+def test_operands_of_walks_that_are_either_of_two_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is spilled; not where one block is all, which has no next one to read what was mixed up."""
+    either = Either("HGMMA R72, R176", "F2FP R176, R59, R58", "LDSM R176, [R3]")
+    monkeypatch.setattr("ttmdsl.aot.resource_usage", lambda cubin: (64, 0))
+    monkeypatch.setattr("ttmdsl.aot.mixed_up", lambda cubin: [either])
+    for head, error in ((128, f"ptxas mixes up 1 values, the first {either}"), (64, "")):
+        job = Job("gated_delta_net", head, "sm_90", "bfloat16", named="_chunk_backward_1_kernel")
+        assert [row.error for row in compile_kernels(job)] == [error]
 
 
 @pytest.mark.slow

@@ -83,6 +83,16 @@ def test_what_is_one_operand(before: str, after: str) -> None:
     assert bool(mix_ups(text)) == ("UR44" in before)
 
 
+@pytest.mark.parametrize(("place", "number"), [("R176", 1), ("R178", 0), ("R177", 0)])
+def test_either_operand_of_a_product_before_hopper(place: str, number: int) -> None:
+    for operands in (f"{place}, R8", f"R8, {place}"):
+        text = TAKEN.replace(
+            "HGMMA.64x32x16.F32.BF16 R72, R176, gdesc[UR40].tnspB, R72", f"HMMA.16816.F32.BF16 R72, {operands}, R72"
+        )
+        text = text.replace("LDSM.16.MT88.4 R176", "LDSM.16.M88 R176")
+        assert len(mix_ups(text)) == number
+
+
 def test_an_operand_that_was_spilled() -> None:
     """By way of the stack, where a loop puts what it has loaded."""
     spilled = TAKEN.replace(".L_x_1:", "STL.128 [R1+0x8], R176 ;\n.L_x_1:\nLDL.128 R176, [R1+0x8] ;\n")

@@ -31,7 +31,7 @@ _WHOLE = {"LOP3", "SHF", "IMAD", "ISETP", "LEA"}  # beside small numbers
 _GIVE_NONE = frozenset("ST STG STS STL STSM RED REDG BAR BRA BSSY BSYNC EXIT RET NOP FSETP ISETP".split())
 _JUMPS = {"BRA", "BREAK"}
 _ENDS = {"EXIT", "RET", "BRX", "JMX", "CALL"}  # a function gives registers that its call does not name
-_FACTOR = 4  # registers of a thread in which a product of tiles takes its left operand, if it takes it so
+_FACTORS = {"HGMMA": 1, "HMMA": 2}  # how many operands of a product of tiles may lie in registers, the left one first
 _MOST = 128  # registers that one instruction gives
 _SMALL = 1 << 16  # whole numbers from here on may be patterns of bits of floats
 _EXPONENT = 23  # bits below it
@@ -70,7 +70,7 @@ class _Instruction:
     perhaps: bool  # whether it runs under a condition
     whole: _Places  # read as an address or a whole number
     real: _Places  # read as a float
-    factor: _Places  # read as the left operand of a product of tiles
+    factors: _Places  # read as operands of a product of tiles, the first place of each
     constant: bool  # whether it gives a constant, which may be both
 
 
@@ -161,9 +161,9 @@ def _instruction(match: re.Match[str], line: str) -> _Instruction:
     elif base in ("CS2R", "HFMA2", "LDC", "IMAD") and not _REGISTER.search(",".join(taken)):
         constant = True
     whole, real = _kinds(op, operands, taken)
-    factor = _registers(taken[0], _FACTOR) if base == "HGMMA" and taken[0] != "RZ" else ()
+    factors = _all(taken[: _FACTORS.get(base, 0)])
     perhaps = unless == "!" or predicate not in (None, "PT")
-    return _Instruction(line, base, gives, copied, perhaps, whole, real, factor, constant)
+    return _Instruction(line, base, gives, copied, perhaps, whole, real, factors, constant)
 
 
 def _width(base: str, op: str) -> int:
@@ -274,11 +274,10 @@ def _either(blocks: list[list[_Instruction]], held: list[_Held]) -> list[Either]
     for block, start in zip(blocks, held, strict=True):
         now = dict(start)
         for instruction in block:
-            for place in instruction.factor:
+            for place in instruction.factors:
                 by = {every[n // _MOST].op: every[n // _MOST].text for n in sorted(now.get(place, ()))}
                 if len(by) > 1:
                     found.append(Either(instruction.text, *[*by.values()][:2]))
-                    break
             _step(now, number, instruction)
             number += 1
     return found
