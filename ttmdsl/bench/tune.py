@@ -36,8 +36,7 @@ class Settings:
     """`budget`: seconds after which nothing new is begun. `margin`: what a configuration must gain over the rules' own.
     `negligible`: the share of a pass below which a kernel stays with the rules. `known`: a table of launches, to which
     orders of values alone are added, or, if it is to be filled (`missing`), kernels that it does not have here; till
-    then these are launched by the rules; or configurations alone that say what a table did not (`only` that).
-    """
+    then these are launched by the rules; or configurations alone that say what a table did not (`only` that)."""
 
     budget: float = 540.0
     margin: float = 0.02
@@ -321,8 +320,8 @@ def candidates(entry: Entry, walked: int = 0) -> list[Config]:
     """What a kernel may be launched with: stages where a loop can be pipelined, blocks where the grid splits a dim or
     the kernel walks over one, fewer registers where a multiprocessor has room for one block more then, or ptxas may put
     what a walk over tokens waits for in another order; products of tokens by more dims as their transposes, which eight
-    warps share; fewer tensors copied ahead, which leaves a scan more room; of a walk over several blocks of a
-    dim, of the size `walked`, what its products take from before it in shared memory, if they take anything."""
+    warps share; fewer tensors copied ahead, which leaves a scan more room; of a walk over several blocks of a dim, its
+    size `walked`, what its products take from before it in shared memory, if they take anything."""
     unit, way, *_ = entry.kernel.split()
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
