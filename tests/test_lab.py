@@ -154,6 +154,7 @@ def test_a_configuration_that_found_no_room_is_said_to() -> None:
     assert lab.refused(module, Trial(CASE, lying)) == Verdict("no room on the device", ("_a_kernel",))
     launches["_a_kernel", 1, 90, True, True][0]["IN_SHARED"] = True
     assert lab.refused(module, Trial(CASE, lying)) == Verdict()
+    del launches["_a_kernel", 1, 90, True, True][0]["IN_SHARED"]
     launches["_a_kernel", 1, 90, False, True] = {"P_d": 64}, {"num_warps": 4, "num_stages": 1}
     asked[without_gradients("_a_kernel")] = {"num_warps": 4, "num_stages": 2}
     assert lab.refused(module, Trial(CASE, asked)) == Verdict("no room on the device", ("_a_kernel without gradients",))

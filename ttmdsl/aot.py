@@ -244,7 +244,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     copies = (constants.get("STAGES") or 1) > 1
     failure = f"{taken['shared']} bytes of shared memory, {job.target} has {limit}" if taken["shared"] > limit else ""
     # it takes half a second, and what was seen lost was spilled, or taken by a walk over blocks from before it
-    inner = module._KERNELS[name][-1] if name in getattr(module, "_KERNELS", {}) else ""
+    *_, inner = getattr(module, "_KERNELS", {}).get(name, ("",))
     walks = inner and constants[f"P_{inner}"] < constants[f"N_{inner}"]
     if (taken["stack"] or walks) and (wrong := mixed_up(binary.asm["cubin"])):
         failure = f"ptxas mixes up {len(wrong)} values, the first {wrong[0]}"

@@ -69,10 +69,10 @@ def _check(arguments: argparse.Namespace) -> int:
     from ttmdsl.loader import load
     from ttmdsl.parity import SHAPES, Row, parity, table
 
-    job = _run(arguments, after="check")
+    module = load(arguments.spec, **dict(arguments.set))
+    job = _run(arguments, after="parse")
     for note in unused(job.done["parse"]):
         print(note.render(job.text, job.filename), file=sys.stderr)
-    module = load(arguments.spec, **dict(arguments.set))
     rows: list[Row] = []
     errors = Console(stderr=True)
     for number, shape in enumerate(track(SHAPES, "comparing with the reference", console=errors, transient=True)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,8 +83,7 @@ def mixed_up(cubin: bytes) -> list[MixUp | Either]:
 def mix_ups(text: str) -> list[MixUp | Either]:
     """The same of what nvdisasm prints of a cubin."""
     blocks, after = _blocks(text)
-    held = _reaching(blocks, after)
-    return [*_found(blocks, held), *_either(blocks, held)]
+    return _found(blocks, _reaching(blocks, after))
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -248,36 +248,31 @@ def _step(now: _Held, number: int, of: _Instruction) -> None:
         now[place] = value  # under a condition, too: what is there otherwise may be of no use to anyone
 
 
-def _found(blocks: list[list[_Instruction]], held: list[_Held]) -> list[MixUp]:
+def _read(blocks: list[list[_Instruction]], held: list[_Held]) -> Iterator[tuple[_Instruction, _Held]]:
+    """Every instruction, and what each place may hold when it reads it."""
+    number = 0
+    for block, start in zip(blocks, held, strict=True):
+        now = dict(start)
+        for instruction in block:
+            yield instruction, now
+            _step(now, number, instruction)
+            number += 1
+
+
+def _found(blocks: list[list[_Instruction]], held: list[_Held]) -> list[MixUp | Either]:
     every = [instruction for block in blocks for instruction in block]
     whole: dict[int, str] = {}
     real: dict[int, str] = {}
-    number = 0
-    for block, start in zip(blocks, held, strict=True):
-        now = dict(start)
-        for instruction in block:
-            for places, kind in ((instruction.whole, whole), (instruction.real, real)):
-                for place in places:
-                    for value in now.get(place, ()):
-                        kind.setdefault(value, instruction.text)
-            _step(now, number, instruction)
-            number += 1
+    either: list[Either] = []
+    for instruction, now in _read(blocks, held):
+        for places, kind in ((instruction.whole, whole), (instruction.real, real)):
+            for place in places:
+                for value in now.get(place, ()):
+                    kind.setdefault(value, instruction.text)
+        for place in instruction.factors:
+            by = {every[n // _MOST].op: every[n // _MOST].text for n in sorted(now.get(place, ()))}
+            if len(by) > 1:
+                either.append(Either(instruction.text, *[*by.values()][:2]))
     both = sorted(whole.keys() & real.keys())
-    return [MixUp(every[n // _MOST].text, whole[n], real[n]) for n in both if not every[n // _MOST].constant]
-
-
-def _either(blocks: list[list[_Instruction]], held: list[_Held]) -> list[Either]:
-    """Operands of products that instructions of different kinds may have found."""
-    every = [instruction for block in blocks for instruction in block]
-    found: list[Either] = []
-    number = 0
-    for block, start in zip(blocks, held, strict=True):
-        now = dict(start)
-        for instruction in block:
-            for place in instruction.factors:
-                by = {every[n // _MOST].op: every[n // _MOST].text for n in sorted(now.get(place, ()))}
-                if len(by) > 1:
-                    found.append(Either(instruction.text, *[*by.values()][:2]))
-            _step(now, number, instruction)
-            number += 1
-    return found
+    mixed = [MixUp(every[n // _MOST].text, whole[n], real[n]) for n in both if not every[n // _MOST].constant]
+    return [*mixed, *either]

@@ -28,7 +28,7 @@ from ttmdsl.drawing import dims_at, sizes_of
 from ttmdsl.parity import family_errors
 from ttmdsl.tuning import CONFIG, Entry, in_step, without_gradients
 
-_UNSAID = {"in_shared": 0}  # what a launch that says nothing of it has; of other things it may be as asked for
+_UNSAID = {"copied": 1, "in_shared": 0}  # what a launch has that says nothing of it; all else is as asked for then
 PATIENCE = 240.0  # seconds that a trial may take: the first ones of a deep memory do take 120, side by side
 
 
@@ -213,10 +213,7 @@ def refused(module: Any, trial: Trial) -> Verdict:
     lacking = tuple(
         name
         for name, config in trial.forced.items()
-        if any(
-            fitted.get(name, config).get(key, _UNSAID.get(key, value)) != value
-            for key, value in {"copied": 1, **config}.items()
-        )
+        if name in fitted and not {**_UNSAID, **config}.items() <= {**config, **_UNSAID, **fitted[name]}.items()
     )
     return Verdict("no room on the device", lacking) if lacking else Verdict()
 

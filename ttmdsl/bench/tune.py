@@ -60,6 +60,10 @@ class Facts:
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     in_shared: Mapping[str, int] = field(default_factory=dict)
 
+    def candidates(self, name: str) -> list[Config]:
+        """What a kernel may be launched with."""
+        return candidates(self.kernels[name], self.in_shared.get(name, 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -180,8 +184,7 @@ def _kernels(
         raise RuntimeError("tables have all kernels here that take long enough to be measured")
     if not long:
         return plain
-    ways = {name: candidates(facts.kernels[name], facts.in_shared.get(name, 0)) for name in long}
-    configs = {name: _others(facts.kernels[name], ways[name]) for name in long}
+    configs = {name: _others(facts.kernels[name], facts.candidates(name)) for name in long}
     found: dict[str, list[Entry]] = {}
     parts: dict[str, Table] = {}
     for measured in _measured(plain, configs, lab, late):
@@ -239,7 +242,7 @@ def _with(
     """What was found out about kernels, launched as they are, by configurations that say this one thing."""
     configs: dict[str, list[Config]] = {}
     for name in found:
-        new = [c for c in candidates(facts.kernels[name], facts.in_shared.get(name, 0)) if only in c]
+        new = [config for config in facts.candidates(name) if only in config]
         configs |= {name: _others(found[name][0], new)} if new else {}
     if not configs:
         raise RuntimeError(f"no kernel here that takes long has a configuration with {only}")
