@@ -202,8 +202,8 @@ def crowded(layer: str) -> tuple[dict[str, int], dict[str, int]]:
 
 def walking() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """In the process that interprets kernels: what walks, and how a walk was launched as a trial forces it."""
-    trial = Trial(Case("delta_product", (1, 70, 1, 24), "float32", "cpu", "triton"))
-    (name,) = lab.facts(trial).in_shared
+    trial = Trial(Case("lattice_dec:b=64:project=0", (1, 70, 1, 24), "float32", "cpu", "triton"))
+    name = "_chunk_backward_2_kernel"
     forced = {"num_warps": 4, "num_stages": 1, "block": 16}
     found = [lab.facts(Trial(trial.case, {name: forced | more})) for more in ({}, {"in_shared": 1})]
     return dict(found[0].in_shared), found[0].kernels[name].config, found[1].kernels[name].config
@@ -211,7 +211,8 @@ def walking() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
 
 def test_facts_of_a_walk(interpreter: ProcessPoolExecutor) -> None:
     walks, in_registers, in_shared = interpreter.submit(walking).result()
-    assert [*walks.values()] == [24]
+    assert {*walks.values()} == {24}
+    assert {"_chunk_forward_read_kernel", "_chunk_forward_read_kernel without gradients"} <= walks.keys()
     assert in_shared == {**in_registers, "in_shared": 1}
     assert in_registers["block"] == 16
 

@@ -226,30 +226,32 @@ def test_where_ptxas_may_mix_it_up_a_walk_takes_it_from_shared_memory(interprete
     assert found(in_shared)[0] is True
     for elsewhere in ({"gpu": 80}, {"size": 96}):  # masked dims are another text
         assert found(in_registers, **elsewhere)[0] is True
-    assert found({"block": 128}) == [False]  # one block is no walk
-    assert found({}) == [False]
+    assert found({"block": 128})[0] is False  # one block is no walk
+    assert found({}) == [True, False]  # by the rules, and of all columns at once where that finds no room
+    assert found({}, size=64) == found({}, gpu=80) == [False]
 
 
-def walked() -> list[tuple[int, int]]:
-    """Columns and warps of gated_delta_net's gradient kernel, in heads of 64 and 128."""
-    module = ttmdsl.load("gated_delta_net")
-    (name,) = (k for k, (*_, inner) in module._KERNELS.items() if inner)
+def walked(name: str, tuned: bool) -> list[tuple[object, ...]]:
+    """Columns, warps, stages, and whether dims come first, of a layer's gradient kernel that walks over a tensor's dim,
+    in heads of 64 and 128, as tables have it or by the rules."""
+    module = ttmdsl.load(name)
+    kernel = next(k for k, (way, *_, inner) in module._KERNELS.items() if inner and way == "map")
     found = []
-    for size in (64, 128):
-        constants, options = next(module.kernel_launches(name, {"d_k": size, "d_v": size}, torch.bfloat16, 90))
-        found.append((constants[module.KERNEL_BLOCKS[name]], options["num_warps"]))
+    with mock.patch.object(module, "_TUNED", module._TUNED if tuned else {}):
+        for size in (64, 128):
+            constants, options = next(module.kernel_launches(kernel, {"d_k": size, "d_v": size}, torch.bfloat16, 90))
+            columns = constants[module.KERNEL_BLOCKS[kernel]]
+            found.append((columns, options["num_warps"], options["num_stages"], constants["DIMS_FIRST"]))
     return found
 
 
-def test_a_walk_over_a_head_is_in_blocks_as_measured_alone(interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(walked).result() == [(64, 4), (64, 4)]
-    assert interpreter.submit(untuned).result() == [(64, 4), (128, 8)]
+def test_a_walk_over_a_wide_head_is_in_blocks(interpreter: ProcessPoolExecutor) -> None:
+    def found(*arguments: object) -> list[tuple[object, ...]]:
+        return interpreter.submit(walked, *arguments).result()  # type: ignore[arg-type]
 
-
-def untuned() -> list[tuple[int, int]]:
-    """The same by the rules."""
-    with mock.patch.object(ttmdsl.load("gated_delta_net"), "_TUNED", {}):
-        return walked()
+    assert [columns for columns, *_ in found("gated_delta_net", True)] == [64, 64]
+    assert found("gated_delta_net", False) == [(64, 4, 1, False), (64, 8, 2, True)]  # of many tiles
+    assert found("hgrn2", False) == [(64, 4, 1, False), (64, (4, 8), 1, False)]  # of fewer, unless it spills much
 
 
 @pytest.fixture(scope="session")

@@ -280,5 +280,8 @@ def facts(trial: Trial) -> Facts:
                 forms[name] = entry(name, signature, {"chunk": length})
         orders = getattr(module, "_ORDERED", {})
         by_name = {k: way for name, way in orders.items() for k in (name, without_gradients(name))}
-        walks = {name: module.KERNEL_BLOCKS[name].removeprefix("P_") for name in getattr(module, "_IN_SHARED", ())}
-        return Facts(kernels, forms, by_name, {name: sizes[dim] for name, dim in walks.items()})
+        in_shared: dict[str, int] = {}
+        for name in getattr(module, "_IN_SHARED", ()):
+            size = sizes[module.KERNEL_BLOCKS[name].removeprefix("P_")]
+            in_shared |= {k: size for k in (name, without_gradients(name)) if k in kernels}
+        return Facts(kernels, forms, by_name, in_shared)
