@@ -10,13 +10,13 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from ttmdsl.drawing import dims_at, sizes_of
 from ttmdsl.parity import family_errors
 from ttmdsl.tuning import CONFIG, Entry, in_step, without_gradients
 
+_Of = TypeVar("_Of")
 _UNSAID = {"copied": 1, "in_shared": 0}  # what a launch has that says nothing of it; all else is as asked for then
 PATIENCE = 240.0  # seconds that a trial may take: the first ones of a deep memory do take 120, side by side
 
@@ -279,9 +280,11 @@ def facts(trial: Trial) -> Facts:
                 length, _, _ = module._lengths(name, sizes, dtype, places[name][2], gpu)
                 forms[name] = entry(name, signature, {"chunk": length})
         orders = getattr(module, "_ORDERED", {})
-        by_name = {k: way for name, way in orders.items() for k in (name, without_gradients(name))}
-        in_shared: dict[str, int] = {}
-        for name in getattr(module, "_IN_SHARED", ()):
-            size = sizes[module.KERNEL_BLOCKS[name].removeprefix("P_")]
-            in_shared |= {k: size for k in (name, without_gradients(name)) if k in kernels}
-        return Facts(kernels, forms, by_name, in_shared)
+        dims = {name: module.KERNEL_BLOCKS[name].removeprefix("P_") for name in getattr(module, "_IN_SHARED", ())}
+        walked = {name: sizes[dim] for name, dim in dims.items()}
+        return Facts(kernels, forms, _either_way(orders), _either_way(walked))
+
+
+def _either_way(found: Mapping[str, _Of]) -> dict[str, _Of]:
+    """What is known of kernels, also by the names that they have where no gradients may follow."""
+    return {k: of for name, of in found.items() for k in (name, without_gradients(name))}
