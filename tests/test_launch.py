@@ -384,6 +384,25 @@ def walks_of_whole_states_take_eight_warps_in_heads_of_128() -> None:
     assert split._options("_chunk_forward_scan_kernel", tiles, 64, 128)["num_warps"] == 4
 
 
+def scans_of_blocks_of_wide_heads_take_eight_warps_if_they_spill() -> None:
+    """By rule, on Hopper, in units of 64 tokens."""
+
+    def warps(module: Any, head: int, gpu: int = 90) -> object:
+        sizes = {"d_k": head, "d_v": head}
+        launches = module.kernel_launches("_chunk_forward_scan_kernel", sizes, torch.bfloat16, gpu)
+        return next(launches)[1]["num_warps"]
+
+    swla, short = ttmdsl.load("swla"), ttmdsl.load("titans_linear", b=16)
+    assert warps(swla, 128) == 8  # as measured
+    with mock.patch.object(swla, "_TUNED", {}), mock.patch.object(short, "_TUNED", {}):
+        assert warps(swla, 128) == (4, 8, 96)
+        assert warps(swla, 64) == warps(swla, 128, 80) == 4
+        assert warps(short, 128) == 4
+    module = ttmdsl.load("ttt_norm")  # no grid splits its states
+    with mock.patch.object(module, "_TUNED", {}):
+        assert warps(module, 128) == 8
+
+
 def reverse_scans_of_short_units_take_four_warps_and_scans_three_stages() -> None:
     module = ttmdsl.load("omega_linear", b=64)
     scans = {kernel: (way, alive) for kernel, (way, alive, *_) in module._KERNELS.items() if "_scan_" in kernel}
@@ -470,6 +489,7 @@ def tangents_are_not_dropped() -> None:
         scans_copy_all_ahead_but_where_less_was_measured_faster,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         walks_of_whole_states_take_eight_warps_in_heads_of_128,
+        scans_of_blocks_of_wide_heads_take_eight_warps_if_they_spill,
         reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,
         programs_that_share_out_a_dim_have_one_block_each,
         eight_warps_share_products_of_crowded_maps_in_heads_of_128_on_hopper,

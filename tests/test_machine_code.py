@@ -156,7 +156,7 @@ def warps_where_registers_are_spilled() -> dict[int, Any]:
 
 def test_more_warps_where_masks_have_registers_spilled(interpreter: Any) -> None:
     # as it was measured in heads of 64
-    assert interpreter.submit(warps_where_registers_are_spilled).result() == {60: (4, 8), 64: 4}
+    assert interpreter.submit(warps_where_registers_are_spilled).result() == {60: (4, 8, 600), 64: 4}
 
 
 def what_is_started(spilled: int | None) -> tuple[list[int], list[int]]:
@@ -189,7 +189,7 @@ def what_is_started(spilled: int | None) -> tuple[list[int], list[int]]:
         started.append(about[-1]["num_warps"])
 
     starts.start = start
-    ways = [((1,), {}, {"num_warps": warps}) for warps in ((4, 8), 2)]
+    ways = [((1,), {}, {"num_warps": warps}) for warps in ((4, 8, 600), 2)]
     with mock.patch.object(module, "_COMPILES", True):
         way = starts.fit("known", kernel, (), (), iter(ways))
     assert way[2]["num_warps"] == started[0]

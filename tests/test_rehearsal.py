@@ -46,7 +46,7 @@ def recorded(starts: Any, rehearsal: Any) -> Iterator[tuple[dict[Any, Any], dict
 
     with (
         mock.patch.object(starts, "start", start),
-        mock.patch.object(starts, "spills", return_value=False),
+        mock.patch.object(starts, "spilled", return_value=0),
         mock.patch.object(rehearsal, "fit", rehearse),
     ):
         yield compiled, started

@@ -232,10 +232,10 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
         # as a launch with torch's tensors would find: their addresses are multiples of 16
         aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if signature[a][0] == "*"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        ways = [way for way in module._if_it_spills(options) if way]
+        *ways, most = module._if_it_spills(options)
         spot = replace(spot, warps=ways[0]["num_warps"])
         try:
-            binary, taken = _built(source, GPUTarget("cuda", gpu, 32), ways, limit, module._SPILLED)
+            binary, taken = _built(source, GPUTarget("cuda", gpu, 32), ways, limit, most)
         except Exception as error:  # whatever the compiler raises is a result
             lines = str(error).strip().splitlines() or [""]
             return replace(spot, error=f"{type(error).__name__}: {lines[-1][:300]}")
@@ -257,7 +257,7 @@ def _compile(job: Job, module: Any, of: Any, sizes: dict[str, int], case: Case =
     )
 
 
-def _built(source: Any, target: Any, ways: list[dict[str, Any]], limit: int, most: int) -> tuple[Any, dict[str, Any]]:
+def _built(source: Any, target: Any, ways: list[dict[str, Any]], limit: int, most: float) -> tuple[Any, dict[str, Any]]:
     """A kernel's binary by the first of these options, or by the next where it finds room, up to a `limit`, and spills
     more than `most` bytes; and what it takes, by `Resources`' names."""
     import triton
