@@ -15,8 +15,8 @@ import numpy as np
 import sympy
 import torch
 
+from ttmdsl import expr as ex
 from ttmdsl import functions
-from ttmdsl import spec as sp
 from ttmdsl.rule import Jacobian, PassRule
 
 Array = Any
@@ -75,7 +75,7 @@ class Evaluator:
 
     env: dict[str, Array]
     sizes: Mapping[str, int]
-    fns: Mapping[str, sp.VectorFn]
+    fns: Mapping[str, ex.VectorFn]
     jacobians: Mapping[str, Jacobian]
     symbolic: bool = False
 
@@ -86,50 +86,50 @@ class Evaluator:
             inner.env[name] = inner(e)
         return {name: inner(g) for name, g in rule.gradients.items()}
 
-    def __call__(self, e: sp.Expr) -> Array:
+    def __call__(self, e: ex.Expr) -> Array:
         match e:
-            case sp.Num(value=value, shape=shape):
+            case ex.Num(value=value, shape=shape):
                 number = sympy.nsimplify(value) if self.symbolic else value
                 return number * self._ones(shape) if shape else number
-            case sp.Const(value=value):
+            case ex.Const(value=value):
                 return sympy.nsimplify(value) if self.symbolic else value
-            case sp.Size(dim=dim):
+            case ex.Size(dim=dim):
                 return self.sizes[dim]
-            case sp.Ref(name=name):
+            case ex.Ref(name=name):
                 return self.env[name]
-            case sp.Map(fn=fn, x=x):
+            case ex.Map(fn=fn, x=x):
                 return self.map(fn, self(x))
-            case sp.Binary(op=op, a=a, b=b):
+            case ex.Binary(op=op, a=a, b=b):
                 return self._binary(op, self._aligned(a, e.shape), self._aligned(b, e.shape))
-            case sp.MatVec(m=m, x=x):
+            case ex.MatVec(m=m, x=x):
                 return self(m) @ self(x)
-            case sp.Transpose(m=m):
+            case ex.Transpose(m=m):
                 return self(m).T
-            case sp.Inner(a=a, b=b):
+            case ex.Inner(a=a, b=b):
                 return (self(a) * self(b)).sum()
-            case sp.Norm(x=x, p=p, power=power):
+            case ex.Norm(x=x, p=p, power=power):
                 parts = self(x) * self(x) if p == 2 else self.map("abs", self(x)) ** self._exponent(p)
                 return parts.sum() ** self._exponent(power / p)
-            case sp.Stop(x=x):
+            case ex.Stop(x=x):
                 return self(x)
-            case sp.Total(x=x):
+            case ex.Total(x=x):
                 return self(x).sum()
-            case sp.Mean(x=x):
+            case ex.Mean(x=x):
                 return self(x).sum() / len(self(x))
-            case sp.Apply(fn=fn, x=x):
+            case ex.Apply(fn=fn, x=x):
                 return self.apply(fn, self(x))
-            case sp.Columns(fn=fn, m=m):
+            case ex.Columns(fn=fn, m=m):
                 return self._stack([self.apply(fn, c) for c in self(m).T]).T
-            case sp.Rows(fn=fn, m=m):
+            case ex.Rows(fn=fn, m=m):
                 return self._stack([self.apply(fn, r) for r in self(m)])
-            case sp.Outer(a=a, b=b):
+            case ex.Outer(a=a, b=b):
                 return self(a)[:, None] * self(b)[None, :]
-            case sp.JacT(fn=fn, at=at, cot=cot):
+            case ex.JacT(fn=fn, at=at, cot=cot):
                 return self.pull_back(fn, self(at), self(cot))
-            case sp.ColumnsJacT(fn=fn, m=m, cot=cot):
+            case ex.ColumnsJacT(fn=fn, m=m, cot=cot):
                 pairs = zip(self(m).T, self(cot).T, strict=True)
                 return self._stack([self.pull_back(fn, s, c) for s, c in pairs]).T
-            case sp.RowsJacT(fn=fn, m=m, cot=cot):
+            case ex.RowsJacT(fn=fn, m=m, cot=cot):
                 return self._stack([self.pull_back(fn, s, c) for s, c in zip(self(m), self(cot), strict=True)])
 
     def apply(self, fn: str, x: Array) -> Array:
@@ -152,23 +152,23 @@ class Evaluator:
             result = result + formula(right, values) * (formula(left, values) * cot).sum()
         return result
 
-    def component(self, c: sp.Comp, x: Array) -> Array:
+    def component(self, c: ex.Comp, x: Array) -> Array:
         match c:
-            case sp.CNum(value=value) | sp.CConst(value=value):
+            case ex.CNum(value=value) | ex.CConst(value=value):
                 return sympy.nsimplify(value) if self.symbolic else value
-            case sp.CSize():
+            case ex.CSize():
                 return len(x)
-            case sp.CElem():
+            case ex.CElem():
                 return x
-            case sp.CRef(name=name):
+            case ex.CRef(name=name):
                 return self.env[name]
-            case sp.CMap(fn=fn, x=inner):
+            case ex.CMap(fn=fn, x=inner):
                 return self.map(fn, self.component(inner, x))
-            case sp.CBinary(op=op, a=a, b=b):
+            case ex.CBinary(op=op, a=a, b=b):
                 return self._binary(op, self.component(a, x), self.component(b, x))
-            case sp.CSum(body=body):
+            case ex.CSum(body=body):
                 return (self._ones_like(x) * self.component(body, x)).sum()
-            case sp.CMean(body=body):
+            case ex.CMean(body=body):
                 return (self._ones_like(x) * self.component(body, x)).sum() / len(x)
 
     def map(self, fn: str, x: Array) -> Array:
@@ -194,7 +194,7 @@ class Evaluator:
         a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (a, b))
         return torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
 
-    def _aligned(self, e: sp.Expr, shape: sp.Shape) -> Array:
+    def _aligned(self, e: ex.Expr, shape: ex.Shape) -> Array:
         value = self(e)
         return value[:, None] if len(shape) == 2 and e.shape == shape[:1] != shape[1:] else value
 
@@ -204,7 +204,7 @@ class Evaluator:
     def _stack(self, vectors: list[Array]) -> Array:
         return np.stack(vectors) if self.symbolic else torch.stack(vectors)
 
-    def _ones(self, shape: sp.Shape) -> Array:
+    def _ones(self, shape: ex.Shape) -> Array:
         sizes = [self.sizes[d] for d in shape]
         return np.full(sizes, sympy.S.One, dtype=object) if self.symbolic else torch.ones(sizes, dtype=torch.float64)
 

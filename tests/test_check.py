@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
+from ttmdsl import expr as ex
 from ttmdsl import spec
 from ttmdsl.check import check
 from ttmdsl.errors import CheckError, LoadError
-from ttmdsl.names import SCALAR_FUNCTIONS, refusal, snake_case
-from ttmdsl.parse import parse
-from ttmdsl.resources import folder
-from ttmdsl.spec import (
+from ttmdsl.expr import (
     Binary,
     CBinary,
     CElem,
@@ -26,7 +24,6 @@ from ttmdsl.spec import (
     CRef,
     CSum,
     Inner,
-    LayerSpec,
     Map,
     MatVec,
     Norm,
@@ -34,6 +31,10 @@ from ttmdsl.spec import (
     Ref,
     Transpose,
 )
+from ttmdsl.names import SCALAR_FUNCTIONS, refusal, snake_case
+from ttmdsl.parse import parse
+from ttmdsl.resources import folder
+from ttmdsl.spec import LayerSpec
 
 LAYERS = sorted(folder("layers").glob("*.ttm"))
 
@@ -154,7 +155,7 @@ def test_constants_in_norms_dims_and_exponents() -> None:
     assert isinstance(found.passes[0].bias.a, Norm)
     assert (found.passes[0].bias.a.p, found.passes[0].bias.a.power) == (4, 4)
     assert found.tensor("g").shape == ("c",)
-    assert found.lets[0][1] == Binary("pow", spec.Mean(Ref("g", "gate", ("c",))), Num(3), ())
+    assert found.lets[0][1] == Binary("pow", ex.Mean(Ref("g", "gate", ("c",))), Num(3), ())
 
 
 # ---- formulas -----------------------------------------------------------------------------------------------
@@ -169,13 +170,13 @@ def test_constants_in_norms_dims_and_exponents() -> None:
         ("|k|", Norm(K, 2, 1)),
         ("|k|_1", Norm(K, 1, 1)),
         ("(|k|^2)^3", Binary("pow", Norm(K, 2, 2), Num(3), ())),
-        ("size(k) * d_v", Binary("mul", spec.Size("d_k"), spec.Size("d_v"), ())),
+        ("size(k) * d_v", Binary("mul", ex.Size("d_k"), ex.Size("d_v"), ())),
         ("max(k, 0)", Binary("max", K, Num(0), ("d_k",))),
-        ("softmax(k)", spec.Apply("softmax", K, ("d_k",))),
-        ("sum(silu(k))", spec.Total(Map("silu", K, ("d_k",)))),
+        ("softmax(k)", ex.Apply("softmax", K, ("d_k",))),
+        ("sum(silu(k))", ex.Total(Map("silu", K, ("d_k",)))),
     ],
 )
-def test_formula(text: str, expected: spec.Expr) -> None:
+def test_formula(text: str, expected: ex.Expr) -> None:
     assert linear(f"let a = {text}").lets[0][1] == expected
 
 
@@ -209,7 +210,7 @@ def test_vector_functions_inline_each_other() -> None:
     scaled = CBinary("mul", CRef("c", ""), CElem("j"))
     inner = CBinary("mul", CRef("c", ""), CElem("j2"))
     length = CMap("sqrt", CSum("j2", CBinary("pow", inner, CNum(2))))
-    square = CBinary("pow", CElem("j3"), spec.CConst("e", 2))
+    square = CBinary("pow", CElem("j3"), ex.CConst("e", 2))
     product = CBinary("mul", CRef("w", "j"), CBinary("div", scaled, length))
     assert found.fns["g"].body == CBinary("add", product, CSum("j3", square))
 
@@ -217,7 +218,7 @@ def test_vector_functions_inline_each_other() -> None:
 def test_whole_vectors_in_component_formulas() -> None:
     found = linear("fn f(s)[i] = s[i] * <s, s> / size(s) + mean(s) - |s[i]|")
     inner = CBinary("mul", CElem("i"), CSum("j", CBinary("mul", CElem("j"), CElem("j"))))
-    first = CBinary("add", CBinary("div", inner, spec.CSize()), CMean("j2", CElem("j2")))
+    first = CBinary("add", CBinary("div", inner, ex.CSize()), CMean("j2", CElem("j2")))
     assert found.fns["f"].body == CBinary("sub", first, CMap("abs", CElem("i")))
 
 

@@ -15,12 +15,13 @@ from evaluate import Evaluator
 from ttmdsl.check import check
 from ttmdsl.derive import derive, gradient
 from ttmdsl.errors import DeriveError
+from ttmdsl.expr import Binary, Expr, Map, Num, Outer, Ref, Transpose
 from ttmdsl.functions import sigmoid
 from ttmdsl.parse import parse
 from ttmdsl.resources import folder
 from ttmdsl.rule import UpdateRule
 from ttmdsl.simplify_expr import columns_jact, jact, matvec, mul, neg, outer
-from ttmdsl.spec import Binary, Expr, Map, Memory, Num, Outer, Ref, Transpose
+from ttmdsl.spec import Memory
 from ttmdsl.walk_expr import walk
 
 LAYERS = (

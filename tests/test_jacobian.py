@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from ttmdsl.check import check
 from ttmdsl.errors import DeriveError, Span
+from ttmdsl.expr import CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSum, VectorFn
 from ttmdsl.functions import Y, aggregate
 from ttmdsl.jacobian import jacobian, softmax_jacobian, symbolic_jacobian
 from ttmdsl.parse import parse
-from ttmdsl.spec import CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSum, LayerSpec, VectorFn
+from ttmdsl.spec import LayerSpec
 
 SPEC = """
 layer Probe {{

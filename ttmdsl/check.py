@@ -17,10 +17,11 @@ from ttmdsl.check_kernel import check_let, check_passes, kernel_map
 from ttmdsl.check_pass import check_pass
 from ttmdsl.check_past import feature_dim, feature_kind, feature_order
 from ttmdsl.errors import NOWHERE, CheckError, Diagnostic, LoadError
+from ttmdsl.expr import Expr, Shape
 from ttmdsl.names import layer_refusal, refusal
 from ttmdsl.parse import MAX_NUMBER
 from ttmdsl.scope import MAX_ERRORS, Abandon, Place, Scope, suggestion
-from ttmdsl.spec import Expr, Initial, LayerSpec, Memory, Pass, Range, Shape, Tensor
+from ttmdsl.spec import Initial, LayerSpec, Memory, Pass, Range, Tensor
 
 MAX_DIM = 65_536
 MAX_NAMES = 256

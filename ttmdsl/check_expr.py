@@ -12,10 +12,7 @@ from typing_extensions import assert_never
 
 from ttmdsl import check_past, syntax
 from ttmdsl.errors import Span
-from ttmdsl.known import arithmetic, known_number
-from ttmdsl.names import FUNCTIONS, PREPARED, SCALAR_FUNCTIONS
-from ttmdsl.scope import Bound, Env, Place, Scope, describe
-from ttmdsl.spec import (
+from ttmdsl.expr import (
     Apply,
     Binary,
     BinaryOp,
@@ -36,6 +33,9 @@ from ttmdsl.spec import (
     Total,
     Transpose,
 )
+from ttmdsl.known import arithmetic, known_number
+from ttmdsl.names import FUNCTIONS, PREPARED, SCALAR_FUNCTIONS
+from ttmdsl.scope import Bound, Env, Place, Scope, describe
 
 OPS: dict[syntax.Operator, BinaryOp] = {"+": "add", "-": "sub", "*": "mul", "/": "div", "^": "pow"}
 

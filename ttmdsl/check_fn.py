@@ -17,10 +17,10 @@ from typing_extensions import assert_never
 from ttmdsl import syntax
 from ttmdsl.check_expr import OPS
 from ttmdsl.errors import Span
+from ttmdsl.expr import BinaryOp, CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSize, CSum, VectorFn
 from ttmdsl.known import arithmetic, known_number
 from ttmdsl.names import FUNCTIONS, PREPARED, SCALAR_FUNCTIONS
 from ttmdsl.scope import Scope
-from ttmdsl.spec import BinaryOp, CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSize, CSum, VectorFn
 
 
 def vector_fn(fn: syntax.Function, scope: Scope) -> VectorFn | None:

@@ -14,25 +14,10 @@ from ttmdsl import syntax
 from ttmdsl.check_expr import Reader
 from ttmdsl.check_past import whole
 from ttmdsl.errors import Span
+from ttmdsl.expr import Apply, Binary, Component, Const, Delay, Expr, Features, Map, MatVec, Num, Ref, Size
 from ttmdsl.known import known_number
 from ttmdsl.scope import Place, Scope, describe
-from ttmdsl.spec import (
-    Apply,
-    Binary,
-    Component,
-    Const,
-    Delay,
-    Expr,
-    Features,
-    KernelMap,
-    Map,
-    MatVec,
-    Memory,
-    Num,
-    Pass,
-    Ref,
-    Size,
-)
+from ttmdsl.spec import KernelMap, Memory, Pass
 from ttmdsl.walk_expr import children, walk
 
 MAX_LAST = 1_048_576

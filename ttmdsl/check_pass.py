@@ -13,10 +13,11 @@ from ttmdsl.check_expr import Reader
 from ttmdsl.check_kernel import check_kernel_pass, take_last
 from ttmdsl.check_window import no_pass_per_step, step_dim, window
 from ttmdsl.errors import Span
+from ttmdsl.expr import Expr, Num, Ref
 from ttmdsl.known import known_number
 from ttmdsl.scope import Place, Scope, describe, suggestion
 from ttmdsl.simplify_expr import walk
-from ttmdsl.spec import Expr, Memory, Num, Optimizer, OptimizerKind, Pass, Ref
+from ttmdsl.spec import Memory, Optimizer, OptimizerKind, Pass
 
 MAX_BATCH = 65_536
 MAX_STEPS = 16

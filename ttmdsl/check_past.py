@@ -11,9 +11,9 @@ from typing import get_args
 
 from ttmdsl import syntax
 from ttmdsl.errors import Span
+from ttmdsl.expr import Component, Delay, Expr, FeatureKind, Features, Ref
 from ttmdsl.known import known_number
 from ttmdsl.scope import Scope, describe
-from ttmdsl.spec import Component, Delay, Expr, FeatureKind, Features, Ref
 from ttmdsl.walk_expr import walk
 
 MAX_WINDOW = 64  # a window of c tokens is c times the summand's formulas

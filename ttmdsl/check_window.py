@@ -8,9 +8,10 @@ from __future__ import annotations
 from ttmdsl import syntax
 from ttmdsl.check_expr import Reader
 from ttmdsl.check_past import MAX_WINDOW, free_of_memories, whole
+from ttmdsl.expr import Expr, Ref
 from ttmdsl.scope import MAX_NODES, Place, Scope, describe
 from ttmdsl.simplify_expr import walk
-from ttmdsl.spec import Expr, Optimizer, Ref, Window
+from ttmdsl.spec import Optimizer, Window
 
 
 def window(

@@ -14,6 +14,32 @@ from typing_extensions import assert_never
 
 from ttmdsl.derive_argmin import argmin_steps
 from ttmdsl.errors import NOWHERE, DeriveError, Diagnostic, Span
+from ttmdsl.expr import (
+    Apply,
+    Binary,
+    Columns,
+    ColumnsJacT,
+    Component,
+    Const,
+    Delay,
+    Expr,
+    Features,
+    Inner,
+    JacT,
+    Map,
+    MatVec,
+    Mean,
+    Norm,
+    Num,
+    Outer,
+    Ref,
+    Rows,
+    RowsJacT,
+    Size,
+    Stop,
+    Total,
+    Transpose,
+)
 from ttmdsl.functions import is_piecewise_constant
 from ttmdsl.jacobian import SOFTMAX, jacobian, softmax_jacobian
 from ttmdsl.name_definitions import name_definitions
@@ -41,35 +67,7 @@ from ttmdsl.simplify_expr import (
     sum_to,
     transpose,
 )
-from ttmdsl.spec import (
-    Apply,
-    Binary,
-    Columns,
-    ColumnsJacT,
-    Component,
-    Const,
-    Delay,
-    Expr,
-    Features,
-    Inner,
-    JacT,
-    LayerSpec,
-    Map,
-    MatVec,
-    Mean,
-    Memory,
-    Norm,
-    Num,
-    Outer,
-    Pass,
-    Ref,
-    Rows,
-    RowsJacT,
-    Size,
-    Stop,
-    Total,
-    Transpose,
-)
+from ttmdsl.spec import LayerSpec, Memory, Pass
 from ttmdsl.walk_expr import children, rewrite, walk
 
 

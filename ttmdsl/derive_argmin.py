@@ -15,6 +15,7 @@ from typing import TypeAlias
 import sympy
 
 from ttmdsl.errors import NOWHERE, Diagnostic, Span
+from ttmdsl.expr import Binary, Expr, MatVec, Num, Ref, Shape, Stop, Transpose
 from ttmdsl.jacobian import combine
 from ttmdsl.simplify_expr import (
     ONE,
@@ -28,7 +29,7 @@ from ttmdsl.simplify_expr import (
     power,
     transpose,
 )
-from ttmdsl.spec import Binary, Expr, MatVec, Memory, Num, Pass, Ref, Shape, Stop, Transpose
+from ttmdsl.spec import Memory, Pass
 from ttmdsl.state import inverse_name
 from ttmdsl.walk_expr import rewrite, walk
 

@@ -10,6 +10,7 @@ import keyword
 from dataclasses import dataclass
 
 from ttmdsl import emit_reference as reference
+from ttmdsl import expr as ex
 from ttmdsl import spec as s
 from ttmdsl.ir import Node, Program, constant
 from ttmdsl.kernel_form import READ, KernelForm, LoweredKernel
@@ -66,9 +67,9 @@ class _Text:
         return self.values.get(name, "1.0" if name == "rate" else "")
 
 
-def kernel_state(lowered: LoweredKernel) -> dict[str, s.Shape]:
+def kernel_state(lowered: LoweredKernel) -> dict[str, ex.Shape]:
     """Every entry of the state and its axes after [N, H]; L is the number of tokens held, and it grows."""
-    state: dict[str, s.Shape] = {}
+    state: dict[str, ex.Shape] = {}
     for f in lowered.forms:
         name, key, value = f.memory.name, f.key_dim, f.value_dim
         state[f"{name}_keys"] = ("L", key)
@@ -201,16 +202,16 @@ def _value(printer: _Printer, node: Node) -> str:
     return printer.text[node] if number is None else repr(number)
 
 
-def _number(e: s.Expr, sizes: dict[str, str]) -> str:
+def _number(e: ex.Expr, sizes: dict[str, str]) -> str:
     """A number of literals, constants and sizes as Python text."""
     match e:
-        case s.Num(value=value) | s.Const(value=value):
+        case ex.Num(value=value) | ex.Const(value=value):
             return repr(float(value))
-        case s.Size(dim=dim):
+        case ex.Size(dim=dim):
             return sizes[dim]
-        case s.Map(fn=fn, x=x):
+        case ex.Map(fn=fn, x=x):
             return f"{'abs' if fn == 'abs' else f'math.{fn}'}({_number(x, sizes)})"
-        case s.Binary(op=op, a=a, b=b):
+        case ex.Binary(op=op, a=a, b=b):
             sign = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}.get(op)
             left, right = _number(a, sizes), _number(b, sizes)
             return f"({left} {sign} {right})" if sign else f"{op}({left}, {right})"
@@ -228,7 +229,7 @@ def _reference(lowered: LoweredKernel, sizes: dict[str, str]) -> str:
     functions += [reference.clause_function(spec, f"_ref_let_{name}", e, name) for name, e in spec.lets]
     passes = []
     for p, f in zip(spec.passes, lowered.forms, strict=True):
-        clauses: dict[str, s.Expr] = {"bias": p.bias, "rate": p.optimizer.rate, "read": p.read}
+        clauses: dict[str, ex.Expr] = {"bias": p.bias, "rate": p.optimizer.rate, "read": p.read}
         clauses["retention"] = p.retention[f.memory.name]
         if p.window and p.window.weight is not None:
             clauses["weight"] = p.window.weight

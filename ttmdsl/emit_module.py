@@ -21,11 +21,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 
 from ttmdsl.errors import CheckError, Diagnostic
+from ttmdsl.expr import Apply, Expr, MatVec, Ref, Shape
 from ttmdsl.names import refusal, snake_case
 from ttmdsl.past import SEEN_KEPT, past_axes
 from ttmdsl.prelude import FIRST
 from ttmdsl.print_reference import feature_size
-from ttmdsl.spec import Apply, Expr, LayerSpec, MatVec, Memory, Ref, Shape, Tensor
+from ttmdsl.spec import LayerSpec, Memory, Tensor
 from ttmdsl.state import ENDINGS, inverse_name, state_shapes
 from ttmdsl.templates import literal, render
 from ttmdsl.version import TORCH, TRITON, VERSION

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ttmdsl import expr as ex
 from ttmdsl import spec as s
 from ttmdsl.past import SEEN_KEPT, kept_name, past_name
 from ttmdsl.prelude import FIRST, LAST, Parts, Prelude, seen_name
@@ -61,7 +62,7 @@ def emit_prelude(
         chunks_take=[*(t.keyword for t in taken), *map(kept_name, before), SEEN_KEPT],
         before=[(kept_name(t), past_name(t)) for t in before if t.name in prelude.history],
         before_made=_Values(spec, prelude, [v for v in prelude.values if v[0] in before]),
-        features={n.kind for n in nodes if isinstance(n, s.Features)},
+        features={n.kind for n in nodes if isinstance(n, ex.Features)},
         batch=max(p.optimizer.batch for p in spec.passes),
         leader=next(t.keyword for t in spec.tensors if t.kind != "param"),
     )
@@ -107,8 +108,8 @@ class _Values:
 
     spec: s.LayerSpec
     prelude: Prelude
-    made: list[tuple[s.Tensor, s.Expr]]
-    weights: Mapping[s.Tensor, s.Expr] = field(default_factory=dict)
+    made: list[tuple[s.Tensor, ex.Expr]]
+    weights: Mapping[s.Tensor, ex.Expr] = field(default_factory=dict)
 
     def values(self) -> list[dict[str, object]]:
         """What the template needs to make all of them."""
@@ -121,10 +122,10 @@ class _Values:
     def sources(self) -> list[dict[str, object]]:
         """What they are made of, and what their code asks for sizes."""
         nodes = [n for e in (*(e for _, e in self.made), *self.weights.values()) for n in walk(e)]
-        names = {n.name for n in nodes if isinstance(n, s.Ref)}
-        sizes = {n.dim for n in nodes if isinstance(n, s.Size)}
+        names = {n.name for n in nodes if isinstance(n, ex.Ref)}
+        sizes = {n.dim for n in nodes if isinstance(n, ex.Size)}
         names |= {next((t.name for t in self.spec.tensors if dim in t.shape), "") for dim in sizes}
-        applied = {n.fn for n in nodes if isinstance(n, s.Apply)} & self.spec.fns.keys()
+        applied = {n.fn for n in nodes if isinstance(n, ex.Apply)} & self.spec.fns.keys()
         names |= {name for fn in applied for name in fn_params(self.spec.fns[fn])}
         seen = [s.Tensor(f"seen__{by}", "gate", ()) for by in self.prelude.seen]
         known = (*self.spec.tensors, *(made for made, _, _ in self.prelude.past), *seen)
@@ -140,9 +141,9 @@ class _Values:
         ]
 
 
-def _value(spec: s.LayerSpec, tensor: s.Tensor, e: s.Expr) -> dict[str, object]:
+def _value(spec: s.LayerSpec, tensor: s.Tensor, e: ex.Expr) -> dict[str, object]:
     """A made tensor: the lines of the function that makes it."""
-    first = next((n.name for n in walk(e) if isinstance(n, s.Ref)), "")
+    first = next((n.name for n in walk(e) if isinstance(n, ex.Ref)), "")
     printer = Printer(spec, f'x["{first}"]', ("x",), prefix="_")
     text = printer.tensor(printer.expr(e)).text
     return {

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ttmdsl import expr as ex
 from ttmdsl import spec as s
 from ttmdsl.errors import NOWHERE, Span
 from ttmdsl.past import history, past_name, roots
@@ -38,7 +39,7 @@ def _line(spec: s.LayerSpec, span: Span, default: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def vector_function(spec: s.LayerSpec, fn: s.VectorFn) -> _Function:
+def vector_function(spec: s.LayerSpec, fn: ex.VectorFn) -> _Function:
     printer = Printer(spec, "")
     printer.like = printer.local(fn.arg)
     params = tuple(printer.local(name) for name in fn_params(fn))
@@ -50,7 +51,7 @@ def vector_function(spec: s.LayerSpec, fn: s.VectorFn) -> _Function:
 
 
 def clause_function(
-    spec: s.LayerSpec, name: str, exprs: s.Expr | Mapping[str, tuple[s.Expr, Axes]], comment: str
+    spec: s.LayerSpec, name: str, exprs: ex.Expr | Mapping[str, tuple[ex.Expr, Axes]], comment: str
 ) -> _Function:
     """A function of (memory, x): one value, or a dict with one for each memory, shaped like that memory."""
     printer = Printer(spec, f'x["{spec.tensors[0].name}"]', ("memory", "x"))
@@ -65,13 +66,13 @@ def clause_function(
 
 
 def _pass_functions(spec: s.LayerSpec, p: s.Pass) -> Iterable[_Function]:
-    def each(expr: s.Expr) -> dict[str, tuple[s.Expr, Axes]]:
+    def each(expr: ex.Expr) -> dict[str, tuple[ex.Expr, Axes]]:
         return {m.name: (expr, m.shape) for m in p.memories}
 
-    def mapped(exprs: dict[str, s.Expr]) -> dict[str, tuple[s.Expr, Axes]]:
-        return {m.name: (exprs.get(m.name, s.Ref(m.name, "memory", m.shape)), m.shape) for m in p.memories}
+    def mapped(exprs: dict[str, ex.Expr]) -> dict[str, tuple[ex.Expr, Axes]]:
+        return {m.name: (exprs.get(m.name, ex.Ref(m.name, "memory", m.shape)), m.shape) for m in p.memories}
 
-    def clause(role: str, exprs: s.Expr | Mapping[str, tuple[s.Expr, Axes]]) -> _Function:
+    def clause(role: str, exprs: ex.Expr | Mapping[str, tuple[ex.Expr, Axes]]) -> _Function:
         return clause_function(spec, f"_ref_{role}_{p.name}", exprs, role)
 
     yield clause("bias", p.bias)
@@ -118,7 +119,7 @@ def _past(spec: s.LayerSpec) -> list[tuple[s.Tensor, int]]:
     return [(spec.tensor(name), depth) for name, depth in history(spec).items()]
 
 
-def _nodes(spec: s.LayerSpec) -> Iterable[s.Expr]:
+def _nodes(spec: s.LayerSpec) -> Iterable[ex.Expr]:
     """Every expression in the layer."""
     for root in roots(spec):
         yield from walk(root)
@@ -159,10 +160,10 @@ def emit_reference(spec: s.LayerSpec) -> str:
         functions=functions,
         past=[(t.name, t.keyword, past_name(t), depth, t.range == "decay") for t, depth in _past(spec)],
         windows=any(p.window for p in spec.passes),
-        delays=any(isinstance(n, s.Delay) for n in _nodes(spec)),
-        features={n.kind for n in _nodes(spec) if isinstance(n, s.Features)},
+        delays=any(isinstance(n, ex.Delay) for n in _nodes(spec)),
+        features={n.kind for n in _nodes(spec) if isinstance(n, ex.Features)},
         power=any("_ref_power(" in text for f in functions for text in (f.value, *(d[1] for d in f.definitions))),
-        stops=any(isinstance(node, s.Stop) for p in spec.passes for node in walk(p.bias)),
+        stops=any(isinstance(node, ex.Stop) for p in spec.passes for node in walk(p.bias)),
         leader=next(t.keyword for t in spec.tensors if t.kind != "param"),
         token=token_entries(spec),
         passes=passes,

@@ -12,27 +12,12 @@ from dataclasses import dataclass, field, replace
 from ttmdsl.explain_fn import Line, function_pages
 from ttmdsl.explain_optimizer import argmin, newton_schulz, newton_schulz_lines
 from ttmdsl.explain_sums import as_sum, of_window, step_lines, window_lines
+from ttmdsl.expr import Apply, Binary, Columns, ColumnsJacT, Expr, Inner, JacT, Outer, Ref, RowsJacT, Shape, Transpose
 from ttmdsl.notation import Latex, Style, Text
 from ttmdsl.pretty import Level, Printer
 from ttmdsl.rule import PassRule, UpdateRule
 from ttmdsl.simplify_expr import ONE, add, mul, neg, scale, split, sub, transpose
-from ttmdsl.spec import (
-    Apply,
-    Binary,
-    Columns,
-    ColumnsJacT,
-    Expr,
-    Inner,
-    JacT,
-    LayerSpec,
-    Memory,
-    Outer,
-    Pass,
-    Ref,
-    RowsJacT,
-    Shape,
-    Transpose,
-)
+from ttmdsl.spec import LayerSpec, Memory, Pass
 from ttmdsl.walk_expr import rewrite, walk
 
 _Section = tuple[str, list[Line]]

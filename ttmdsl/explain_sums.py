@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttmdsl.explain_fn import Line
+from ttmdsl.expr import Expr, Ref
 from ttmdsl.pretty import Level, Printer
 from ttmdsl.rule import PassRule
 from ttmdsl.simplify_expr import mul, scale, split, sub
-from ttmdsl.spec import Expr, LayerSpec, Memory, Pass, Ref, Window
+from ttmdsl.spec import LayerSpec, Memory, Pass, Window
 from ttmdsl.walk_expr import rewrite, walk
 
 

@@ -16,10 +16,10 @@ import sympy
 from typing_extensions import assert_never
 
 from ttmdsl.errors import DeriveError, Diagnostic, Span
+from ttmdsl.expr import BinaryOp, CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSize, CSum, VectorFn
 from ttmdsl.functions import N, X, Y, aggregate, call, expand, is_scalar_fn, symbol
 from ttmdsl.low_rank import by_result, in_result, least_rank, ratio, tidy
 from ttmdsl.rule import Jacobian
-from ttmdsl.spec import BinaryOp, CBinary, CConst, CElem, CMap, CMean, CNum, Comp, CRef, CSize, CSum, VectorFn
 from ttmdsl.structure import Component, Structure, recognise, varying
 
 SOFTMAX = "softmax"

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ttmdsl import expr as ex
 from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
 from ttmdsl.derive import gradient, with_lets
@@ -37,7 +38,7 @@ class KernelForm:
 
     name: str
     memory: sp.Memory
-    scale: sp.Expr
+    scale: ex.Expr
     terms: Program
     readout: Program
     normalized: bool
@@ -100,7 +101,7 @@ def lower_kernel(rule: UpdateRule) -> LoweredKernel:
 def _form(rule: UpdateRule, p: sp.Pass) -> KernelForm:
     spec, (memory,) = rule.spec, p.memories
     key, cotangent = _written(spec, p, memory)
-    prediction = sp.MatVec(sp.Ref(memory.name, "memory", memory.shape), key, memory.shape[:1])
+    prediction = ex.MatVec(ex.Ref(memory.name, "memory", memory.shape), key, memory.shape[:1])
     slope, rest = _affine(cotangent, prediction, spec, p.bias.span)
     query, normalized, around = _readout(spec, p)
     if normalized and not is_zero(slope):
@@ -109,7 +110,7 @@ def _form(rule: UpdateRule, p: sp.Pass) -> KernelForm:
     if query.shape != key.x.shape:
         hint = "both go into the same inner product"
         raise _refused(spec, query.span, f"the query is [{query.shape[0]}], and the key is [{key.x.shape[0]}]", hint)
-    values: dict[str, sp.Expr] = {"query": query, "key": key.x, "value": neg(rest)}
+    values: dict[str, ex.Expr] = {"query": query, "key": key.x, "value": neg(rest)}
     if not is_zero(slope):
         values["slope"] = slope
     if p.optimizer.rate != ONE:
@@ -152,9 +153,9 @@ def _refused(spec: sp.LayerSpec, span: Span, message: str, hint: str) -> DeriveE
     return DeriveError((Diagnostic(span, message, hint),), spec.source, spec.filename)
 
 
-def _written(spec: sp.LayerSpec, p: sp.Pass, memory: sp.Memory) -> tuple[sp.Apply, sp.Expr]:
+def _written(spec: sp.LayerSpec, p: sp.Pass, memory: sp.Memory) -> tuple[ex.Apply, ex.Expr]:
     """The one feature vector that a step writes at, and the bias's derivative by the prediction there."""
-    found: dict[sp.Apply, sp.Expr] = {}
+    found: dict[ex.Apply, ex.Expr] = {}
     for cotangent, at in _outer_products(gradient(with_lets(spec, p), p.memories)[memory.name]):
         found[at] = add(found.get(at, ZERO), cotangent)
     if len(found) != 1:
@@ -163,43 +164,43 @@ def _written(spec: sp.LayerSpec, p: sp.Pass, memory: sp.Memory) -> tuple[sp.Appl
     return next(iter(found.items()))
 
 
-def _outer_products(g: sp.Expr) -> Iterator[tuple[sp.Expr, sp.Apply]]:
+def _outer_products(g: ex.Expr) -> Iterator[tuple[ex.Expr, ex.Apply]]:
     """The gradient as a sum of (a, phi(x)), each standing for a phi(x)^T."""
     match g:
-        case sp.Outer(a=a, b=sp.Apply() as b):
+        case ex.Outer(a=a, b=ex.Apply() as b):
             yield a, b
-        case sp.Binary(op="add" | "sub" as op, a=a, b=b):
+        case ex.Binary(op="add" | "sub" as op, a=a, b=b):
             yield from _outer_products(a)
             for cotangent, at in _outer_products(b):
                 yield (neg(cotangent) if op == "sub" else cotangent), at
-        case sp.Binary(op="mul", a=a, b=b):
+        case ex.Binary(op="mul", a=a, b=b):
             factor, matrix = (a, b) if len(b.shape) == 2 else (b, a)
             for cotangent, at in _outer_products(matrix):
                 yield mul(factor, cotangent), at
-        case sp.Binary(op="div", a=a, b=b):
+        case ex.Binary(op="div", a=a, b=b):
             for cotangent, at in _outer_products(a):
                 yield div(cotangent, b), at
         case _:
             raise AssertionError(f"a gradient by what is only read is a sum of outer products, not {g!r}")
 
 
-def _affine(e: sp.Expr, p: sp.Expr, spec: sp.LayerSpec, span: Span) -> tuple[sp.Expr, sp.Expr]:
+def _affine(e: ex.Expr, p: ex.Expr, spec: sp.LayerSpec, span: Span) -> tuple[ex.Expr, ex.Expr]:
     """Slope and rest of e = slope * p + rest, with a scalar slope that is free of the memory."""
     if e == p:
         return ONE, ZERO
-    if not any(isinstance(n, sp.Ref) and n.kind == "memory" for n in walk(e)):
+    if not any(isinstance(n, ex.Ref) and n.kind == "memory" for n in walk(e)):
         return ZERO, e
     match e:
-        case sp.Binary(op="add" | "sub" as op, a=a, b=b):
+        case ex.Binary(op="add" | "sub" as op, a=a, b=b):
             (s, r), (t, q) = _affine(a, p, spec, span), _affine(b, p, spec, span)
             return (add(s, t), add(r, q)) if op == "add" else (sub(s, t), sub(r, q))
-        case sp.Binary(op="mul", a=a, b=b):
+        case ex.Binary(op="mul", a=a, b=b):
             for x, y in ((a, b), (b, a)):
                 s, r = _affine(x, p, spec, span) if x.shape == () else (ONE, ZERO)
                 if s == ZERO:
                     t, q = _affine(y, p, spec, span)
                     return mul(x, t), mul(x, q)
-        case sp.Binary(op="div", a=a, b=b) if b.shape == () and _affine(b, p, spec, span)[0] == ZERO:
+        case ex.Binary(op="div", a=a, b=b) if b.shape == () and _affine(b, p, spec, span)[0] == ZERO:
             t, q = _affine(a, p, spec, span)
             return div(t, b), div(q, b)
         case _:
@@ -208,10 +209,10 @@ def _affine(e: sp.Expr, p: sp.Expr, spec: sp.LayerSpec, span: Span) -> tuple[sp.
     raise _refused(spec, span, message, _BIASES)
 
 
-def _readout(spec: sp.LayerSpec, p: sp.Pass) -> tuple[sp.Expr, bool, sp.Expr]:
+def _readout(spec: sp.LayerSpec, p: sp.Pass) -> tuple[ex.Expr, bool, ex.Expr]:
     """The query, whether the readout is normalised, and the expression with Ref(READ) in the readout's place."""
-    reads = [n for n in walk(p.read) if isinstance(n, sp.MatVec) and _is_memory(n.m)]
-    averages = [n for n in walk(p.read) if isinstance(n, sp.Apply) and n.fn == "normalized"]
+    reads = [n for n in walk(p.read) if isinstance(n, ex.MatVec) and _is_memory(n.m)]
+    averages = [n for n in walk(p.read) if isinstance(n, ex.Apply) and n.fn == "normalized"]
     bare = _occurrences(p.read, reads[0], averages[0] if averages else None) if reads else 0
     if len(reads) != 1 or (averages and bare):
         hint = "such as `read S @ phi(q)`"
@@ -219,31 +220,31 @@ def _readout(spec: sp.LayerSpec, p: sp.Pass) -> tuple[sp.Expr, bool, sp.Expr]:
         raise _refused(spec, p.read.span, f"the readout reads the memory {how}, and it must at one", hint)
     whole = averages[0] if averages else reads[0]
     at = reads[0].x
-    assert isinstance(at, sp.Apply)
-    stand_in = sp.Ref(READ, "let", whole.shape)
+    assert isinstance(at, ex.Apply)
+    stand_in = ex.Ref(READ, "let", whole.shape)
     return at.x, bool(averages), rewrite(p.read, lambda n: stand_in if n == whole else None)
 
 
-def _is_memory(e: sp.Expr) -> bool:
-    return isinstance(e, sp.Ref) and e.kind == "memory"
+def _is_memory(e: ex.Expr) -> bool:
+    return isinstance(e, ex.Ref) and e.kind == "memory"
 
 
-def _occurrences(e: sp.Expr, of: sp.Expr, outside: sp.Expr | None) -> int:
+def _occurrences(e: ex.Expr, of: ex.Expr, outside: ex.Expr | None) -> int:
     """How often `of` stands in the expression, `outside` not looked into."""
     if e == outside:
         return 0
     return (e == of) + sum(_occurrences(c, of, outside) for c in children(e))
 
 
-def _log_decay(kept: sp.Expr, lower: ExprLowering, env: Env, spec: sp.LayerSpec) -> Node | None:
+def _log_decay(kept: ex.Expr, lower: ExprLowering, env: Env, spec: sp.LayerSpec) -> Node | None:
     """The logarithm of what the memory is multiplied by; None for 1. A declared decay is passed as its logarithm."""
     b = lower.b
     match kept:
-        case sp.Ref(kind="memory"):
+        case ex.Ref(kind="memory"):
             return None
-        case sp.Binary(op="mul" | "div" as op, a=x, b=y):
+        case ex.Binary(op="mul" | "div" as op, a=x, b=y):
             factor, rest = (y, x) if any(_is_memory(n) for n in walk(x)) else (x, y)
-            if isinstance(factor, sp.Ref) and _is_decay(factor, spec):
+            if isinstance(factor, ex.Ref) and _is_decay(factor, spec):
                 tensor = spec.tensor(factor.name)
                 log = b.leaf("token" if tensor.kind != "param" else "param", tensor.keyword, tensor.shape)
             else:
@@ -255,5 +256,5 @@ def _log_decay(kept: sp.Expr, lower: ExprLowering, env: Env, spec: sp.LayerSpec)
             raise AssertionError(f"the checker has seen that the memory decays as a whole, not {kept!r}")
 
 
-def _is_decay(e: sp.Ref, spec: sp.LayerSpec) -> bool:
+def _is_decay(e: ex.Ref, spec: sp.LayerSpec) -> bool:
     return e.kind in ("gate", "param") and spec.tensor(e.name).range == "decay"

@@ -10,8 +10,8 @@ import math
 
 from typing_extensions import assert_never
 
+from ttmdsl.expr import Binary, BinaryOp, CBinary, CConst, CNum, Comp, Const, Expr, Num
 from ttmdsl.parse import MAX_NUMBER
-from ttmdsl.spec import Binary, BinaryOp, CBinary, CConst, CNum, Comp, Const, Expr, Num
 
 
 def arithmetic(op: BinaryOp, a: float, b: float) -> float | None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
+from ttmdsl import expr as ex
 from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
 from ttmdsl.chunk_memory import Band, ChunkMemory, Moment, Write, normalised
@@ -149,13 +150,13 @@ class _PassLowering:
             raise NotChunkable("a retention factor that may be negative has no logarithm")
         return b.expand(b.mul(log2(b, decay), live), {"t"})
 
-    def _unit_axis(self, name: str, e: sp.Expr) -> str:
+    def _unit_axis(self, name: str, e: ex.Expr) -> str:
         """The axis of the vectors that a projection makes unit length."""
         memory = next(m for m in self.pass_.memories if m.name == name)
-        if isinstance(e, sp.Columns | sp.Rows) and isinstance(e.m, sp.Ref) and e.m.name == name:
+        if isinstance(e, ex.Columns | ex.Rows) and isinstance(e.m, ex.Ref) and e.m.name == name:
             rows, columns = matrix_axes(memory.shape)
             if _makes_unit_length(self.lower.jacobians[e.fn]):
-                return rows if isinstance(e, sp.Columns) else columns
+                return rows if isinstance(e, ex.Columns) else columns
         raise NotChunkable(f"the projection of {name} after every token is no scaling of its vectors to unit length")
 
     # -- gradient at a frozen point: everything is linear in the writes -----------------------------------------

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import sympy
 
+from ttmdsl import expr as ex
 from ttmdsl import functions
-from ttmdsl import spec as sp
 from ttmdsl.builder import Builder
 from ttmdsl.errors import TtmError
 from ttmdsl.ir import Node
@@ -47,7 +47,7 @@ class Matrix(NamedTuple):
     columns: str
 
 
-def matrix_axes(shape: sp.Shape) -> tuple[str, str]:
+def matrix_axes(shape: ex.Shape) -> tuple[str, str]:
     """Axes of a matrix with this shape: the columns of a square one get a primed axis."""
     rows, columns = shape
     return rows, columns + "'" if rows == columns else columns
@@ -60,25 +60,25 @@ class ExprLowering:
     b: Builder
     jacobians: Mapping[str, Jacobian]
 
-    def vector(self, e: sp.Expr, env: Env) -> Node:
+    def vector(self, e: ex.Expr, env: Env) -> Node:
         """A scalar, a vector, or a matrix in its canonical axes."""
         b = self.b
         match e:
-            case sp.Num(value=number) | sp.Const(value=number):
+            case ex.Num(value=number) | ex.Const(value=number):
                 return b.const(number)
-            case sp.Size(dim=d):
+            case ex.Size(dim=d):
                 return b.size(d)
-            case sp.Ref(name=name):
+            case ex.Ref(name=name):
                 value = env[name]
                 if not isinstance(value, Node):
                     raise NotChunkable(f"memory {name} is used other than by a product with a vector")
                 return value
-            case sp.Map(fn=fn, x=x):
+            case ex.Map(fn=fn, x=x):
                 return self.map(fn, self.vector(x, env))
-            case sp.Binary(op="pow", a=x, b=exponent):
+            case ex.Binary(op="pow", a=x, b=exponent):
                 u, number = self.vector(x, env), _number(exponent)
                 return self.inverse_power(u, -number) if u.op == "abs" and -1 < number < 0 else b.pow(u, number)
-            case sp.Binary(op=op, a=x, b=y):
+            case ex.Binary(op=op, a=x, b=y):
                 u, v = self.vector(x, env), self.vector(y, env)
                 match op:
                     case "add":
@@ -91,58 +91,58 @@ class ExprLowering:
                         return b.mul(u, self.reciprocal(v))
                     case _:
                         return b.map(op, u, v)
-            case sp.MatVec(m=m, x=x):
+            case ex.MatVec(m=m, x=x):
                 return self.matvec(self.matrix(m, env), self.vector(x, env), e.shape)
-            case sp.Inner(a=x, b=y):
+            case ex.Inner(a=x, b=y):
                 u, v = self.vector(x, env), self.vector(y, env)
                 return b.contract(u, v, set(x.shape)) if len(x.shape) == 1 else self._full_sum(b.mul(u, v), x.shape)
-            case sp.Norm(x=x, p=p, power=power):
+            case ex.Norm(x=x, p=p, power=power):
                 u = self.vector(x, env)
                 terms = b.mul(u, u) if p == 2 else b.pow(b.map("abs", u), p)
                 return b.pow(self._full_sum(terms, x.shape), power / p)
-            case sp.Total(x=x):
+            case ex.Total(x=x):
                 return self._full_sum(self.vector(x, env), x.shape)
-            case sp.Mean(x=x):
+            case ex.Mean(x=x):
                 count = b.product(b.size(d) for d in x.shape)
                 return b.div(self._full_sum(self.vector(x, env), x.shape), count)
-            case sp.Apply(fn=fn, x=x):
+            case ex.Apply(fn=fn, x=x):
                 return self.apply(fn, self.vector(x, env), x.shape[0], env)
-            case sp.JacT(fn=fn, at=at, cot=cot):
+            case ex.JacT(fn=fn, at=at, cot=cot):
                 return self.jac_t(fn, self.vector(at, env), self.vector(cot, env), at.shape[0], env)
             case _:
                 return self.canonical(self.matrix(e, env), e.shape)
 
-    def matrix(self, e: sp.Expr, env: Env) -> Matrix:
+    def matrix(self, e: ex.Expr, env: Env) -> Matrix:
         """A matrix with its row and column axes; a transpose swaps the two and moves nothing."""
         match e:
-            case sp.Ref(name=name):
+            case ex.Ref(name=name):
                 return Matrix(env[name], *matrix_axes(e.shape))
-            case sp.Transpose(m=m):
+            case ex.Transpose(m=m):
                 straight = self.matrix(m, env)
                 return Matrix(straight.node, straight.columns, straight.rows)
-            case sp.Outer(a=x, b=y):
+            case ex.Outer(a=x, b=y):
                 rows, columns = matrix_axes(e.shape)
                 right = self.b.rename(self.vector(y, env), y.shape[0], columns)
                 return Matrix(self.b.mul(self.vector(x, env), right), rows, columns)
-            case sp.Columns(fn=fn, m=m) | sp.Rows(fn=fn, m=m):
+            case ex.Columns(fn=fn, m=m) | ex.Rows(fn=fn, m=m):
                 at = self._nodes(m, env)
-                axis = at.rows if isinstance(e, sp.Columns) else at.columns
+                axis = at.rows if isinstance(e, ex.Columns) else at.columns
                 return Matrix(self.apply(fn, at.node, axis, env), at.rows, at.columns)
-            case sp.ColumnsJacT(fn=fn, m=m, cot=cot) | sp.RowsJacT(fn=fn, m=m, cot=cot):
+            case ex.ColumnsJacT(fn=fn, m=m, cot=cot) | ex.RowsJacT(fn=fn, m=m, cot=cot):
                 at, back = self._nodes(m, env), self._nodes(cot, env)
-                axis = at.rows if isinstance(e, sp.ColumnsJacT) else at.columns
+                axis = at.rows if isinstance(e, ex.ColumnsJacT) else at.columns
                 moved = back.node if back[1:] == at[1:] else self.canonical(back, cot.shape)
                 return Matrix(self.jac_t(fn, at.node, moved, axis, env), at.rows, at.columns)
             case _:
                 return Matrix(self.vector(e, env), *matrix_axes(e.shape))
 
-    def _nodes(self, e: sp.Expr, env: Env) -> _NodeMatrix:
+    def _nodes(self, e: ex.Expr, env: Env) -> _NodeMatrix:
         m = self.matrix(e, env)
         if not isinstance(m.node, Node):
             raise NotChunkable("a memory is used other than by a product with a vector")
         return _NodeMatrix(m.node, m.rows, m.columns)
 
-    def canonical(self, m: Matrix | _NodeMatrix, shape: sp.Shape) -> Node:
+    def canonical(self, m: Matrix | _NodeMatrix, shape: ex.Shape) -> Node:
         """The matrix in the axes that its shape has."""
         if not isinstance(m.node, Node):
             raise NotChunkable("a memory is used other than by a product with a vector")
@@ -152,12 +152,12 @@ class ExprLowering:
         spare = rows.rstrip("'") + "''"
         return self.b.rename(self.b.rename(self.b.rename(m.node, m.rows, spare), m.columns, columns), spare, rows)
 
-    def matvec(self, m: Matrix, x: Node, shape: sp.Shape) -> Node:
+    def matvec(self, m: Matrix, x: Node, shape: ex.Shape) -> Node:
         x = self.b.rename(x, m.columns.rstrip("'"), m.columns)
         y = self.b.contract(m.node, x, {m.columns}) if isinstance(m.node, Node) else m.node.read(x, m.columns)
         return self.b.rename(y, m.rows, shape[0])
 
-    def _full_sum(self, x: Node, shape: sp.Shape) -> Node:
+    def _full_sum(self, x: Node, shape: ex.Shape) -> Node:
         return self.b.sum(x, set(shape) if len(shape) < 2 else set(matrix_axes(shape)))
 
     def reciprocal(self, x: Node) -> Node:
@@ -281,18 +281,18 @@ class _NodeMatrix(NamedTuple):
     columns: str
 
 
-def _number(e: sp.Expr) -> float:
+def _number(e: ex.Expr) -> float:
     """The number that a constant expression is; the checker has seen that it is one."""
     match e:
-        case sp.Num(value=v) | sp.Const(value=v):
+        case ex.Num(value=v) | ex.Const(value=v):
             return float(v)
-        case sp.Binary(op="div", a=x, b=y):
+        case ex.Binary(op="div", a=x, b=y):
             return _number(x) / _number(y)
-        case sp.Binary(op="sub", a=x, b=y):
+        case ex.Binary(op="sub", a=x, b=y):
             return _number(x) - _number(y)
-        case sp.Binary(op="mul", a=x, b=y):
+        case ex.Binary(op="mul", a=x, b=y):
             return _number(x) * _number(y)
-        case sp.Binary(op="add", a=x, b=y):
+        case ex.Binary(op="add", a=x, b=y):
             return _number(x) + _number(y)
         case _:
             raise AssertionError(f"not a number: {e!r}")

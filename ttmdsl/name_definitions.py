@@ -6,7 +6,8 @@ never meets one of the spec's own. Changes no value.
 
 from __future__ import annotations
 
-from ttmdsl.spec import Apply, Binary, Expr, JacT, LayerSpec, Map, MatVec, Norm, Ref
+from ttmdsl.expr import Apply, Binary, Expr, JacT, Map, MatVec, Norm, Ref
+from ttmdsl.spec import LayerSpec
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
 
 

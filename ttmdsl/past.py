@@ -6,7 +6,8 @@ these tokens (`<keyword>_past`, the last one last) and how many tokens there hav
 
 from __future__ import annotations
 
-from ttmdsl.spec import Delay, Expr, LayerSpec, Ref, Tensor
+from ttmdsl.expr import Delay, Expr, Ref
+from ttmdsl.spec import LayerSpec, Tensor
 from ttmdsl.walk_expr import children
 
 COUNT = "tokens"

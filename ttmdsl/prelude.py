@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ttmdsl.expr import Expr, Ref
 from ttmdsl.ir import TokenMask, earlier
 from ttmdsl.past import before_name, kept_name
-from ttmdsl.spec import Expr, Ref, Tensor
+from ttmdsl.spec import Tensor
 from ttmdsl.walk_expr import walk
 
 FIRST, LAST = "step__first", "step__last"

@@ -14,10 +14,7 @@ from fractions import Fraction
 import sympy
 from typing_extensions import assert_never
 
-from ttmdsl.functions import X, Y, whole_name
-from ttmdsl.notation import Style
-from ttmdsl.simplify_expr import ONE, split
-from ttmdsl.spec import (
+from ttmdsl.expr import (
     Apply,
     Binary,
     Columns,
@@ -44,6 +41,9 @@ from ttmdsl.spec import (
     Total,
     Transpose,
 )
+from ttmdsl.functions import X, Y, whole_name
+from ttmdsl.notation import Style
+from ttmdsl.simplify_expr import ONE, split
 
 
 class Level(IntEnum):

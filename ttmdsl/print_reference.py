@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from typing_extensions import assert_never
 
+from ttmdsl import expr as ex
 from ttmdsl import spec as s
 from ttmdsl.past import roots
 from ttmdsl.walk_expr import walk
@@ -99,7 +100,7 @@ def _to_indices(code: Code, axes: Axes) -> Code:
     return _aligned(code if code.axes else replace(code, axes=axes[:1]), axes)
 
 
-def _binary(op: s.BinaryOp, a: Code, b: Code, axes: Axes | None) -> Code:
+def _binary(op: ex.BinaryOp, a: Code, b: Code, axes: Axes | None) -> Code:
     match op:
         case "add":
             return Code(f"{a.at(_ADD)} + {b.at(_MUL)}", axes, _ADD)
@@ -160,7 +161,7 @@ class Printer:
         template, x = _SCALAR[fn], self.tensor(x)
         return Code(template.format(x.atom if template.startswith("{}") else x.text), x.axes)
 
-    def binary(self, op: s.BinaryOp, a: Code, b: Code, axes: Axes, align: Callable[[Code, Axes], Code]) -> Code:
+    def binary(self, op: ex.BinaryOp, a: Code, b: Code, axes: Axes, align: Callable[[Code, Axes], Code]) -> Code:
         if op in ("max", "min"):
             a, b = self.tensor(a), self.tensor(b)
         numbers = a.axes is None and b.axes is None
@@ -199,87 +200,87 @@ class Printer:
             arguments.append(_aligned(param, ("", *shape) if rows else shape).text)
         return f"_ref_fn_{fn}({', '.join(arguments)})"
 
-    def expr(self, e: s.Expr) -> Code:
+    def expr(self, e: ex.Expr) -> Code:
         match e:
-            case s.Num(value) | s.Const(_, value):
+            case ex.Num(value) | ex.Const(_, value):
                 return _number(value)
-            case s.Size(dim):
+            case ex.Size(dim):
                 return Code(size_of(self.spec, dim), None)
-            case s.Delay(x, by, shape):
+            case ex.Delay(x, by, shape):
                 return Code(f"_ref_delayed(_ref_past_{delayed(self.spec).index(x)}, x, {by})", shape)
-            case s.Component(x, index):
+            case ex.Component(x, index):
                 return Code(f"{self.expr(x).atom}[..., {index}]", ())
-            case s.Features(x, kind, order, shape):
+            case ex.Features(x, kind, order, shape):
                 return Code(f"{self.prefix}{kind}_features({self.expr(x).text}, {order})", shape)
-            case s.Stop(x):
+            case ex.Stop(x):
                 return replace(self, stopped=True).expr(x)
-            case s.Ref(name, "memory", shape) if self.stopped:
+            case ex.Ref(name, "memory", shape) if self.stopped:
                 return Code(self.local(f"|{name}|", f'memory["|{name}|"]'), shape)
-            case s.Ref(name, kind, shape):
+            case ex.Ref(name, kind, shape):
                 return Code(self.local(name, _source(name, kind)), shape)
-            case s.Map(fn, x):
+            case ex.Map(fn, x):
                 return self.map(fn, self.expr(x))
-            case s.Binary(op, a, b, shape):
+            case ex.Binary(op, a, b, shape):
                 return self.binary(op, self.expr(a), self.expr(b), shape, to_shape)
-            case s.MatVec(s.Ref(name, kind), s.Apply(fn, x), shape) if fn in self.spec.kernels:
+            case ex.MatVec(ex.Ref(name, kind), ex.Apply(fn, x), shape) if fn in self.spec.kernels:
                 return Code(f"{self.local(name, _source(name, kind))}({self.expr(x).text})", shape)
-            case s.Apply("normalized", s.MatVec(s.Ref(name, kind), s.Apply(_, x)), shape):
+            case ex.Apply("normalized", ex.MatVec(ex.Ref(name, kind), ex.Apply(_, x)), shape):
                 return Code(f"{self.local(name, _source(name, kind))}.normalized({self.expr(x).text})", shape)
-            case s.MatVec(m, x, shape):
+            case ex.MatVec(m, x, shape):
                 return Code(f"({self.expr(m).atom} @ {self.expr(x).atom}[..., None])[..., 0]", shape)
-            case s.Transpose(m, shape):
+            case ex.Transpose(m, shape):
                 return Code(f"{self.expr(m).atom}.mT", shape)
-            case s.Inner(a, b):
+            case ex.Inner(a, b):
                 return self.total(self.binary("mul", self.expr(a), self.expr(b), a.shape, to_shape))
-            case s.Norm(x, p, power):
+            case ex.Norm(x, p, power):
                 return self.norm(self.tensor(self.expr(x)), p, power)
-            case s.Total(x):
+            case ex.Total(x):
                 return self.total(self.expr(x))
-            case s.Mean(x):
+            case ex.Mean(x):
                 return self.total(self.expr(x), "mean")
-            case s.Apply(fn, x, shape):
+            case ex.Apply(fn, x, shape):
                 return Code(self.applied(fn, self.expr(x).text, rows=False), shape)
-            case s.Rows(fn, m, shape):
+            case ex.Rows(fn, m, shape):
                 return Code(self.applied(fn, self.expr(m).text, rows=True), shape)
-            case s.Columns(fn, m, shape):
+            case ex.Columns(fn, m, shape):
                 return Code(f"{self.applied(fn, f'{self.expr(m).atom}.mT', rows=True)}.mT", shape)
-            case s.Outer() | s.JacT() | s.ColumnsJacT() | s.RowsJacT():
+            case ex.Outer() | ex.JacT() | ex.ColumnsJacT() | ex.RowsJacT():
                 raise AssertionError("only derive makes such a node; a declared layer holds none")
             case _:
                 assert_never(e)
 
     # ---- component formulas --------------------------------------------------------------------------------------
 
-    def comp(self, c: s.Comp, scope: tuple[str, ...]) -> Code:
+    def comp(self, c: ex.Comp, scope: tuple[str, ...]) -> Code:
         """`scope`: the indices in force, outermost first; an inner one hides an outer one of the same name."""
         match c:
-            case s.CNum(value) | s.CConst(_, value):
+            case ex.CNum(value) | ex.CConst(_, value):
                 return _number(value)
-            case s.CSize():
+            case ex.CSize():
                 return Code(f"{self.like}.shape[-1]", None)
-            case s.CElem(index):
+            case ex.CElem(index):
                 return Code(self.like, (_depth(scope, index),))
-            case s.CRef(name, index):
+            case ex.CRef(name, index):
                 return Code(self.local(name), (_depth(scope, index),) if index else ())
-            case s.CMap(fn, x):
+            case ex.CMap(fn, x):
                 return self.map(fn, self.comp(x, scope))
-            case s.CBinary(op, a, b):
+            case ex.CBinary(op, a, b):
                 left, right = self.comp(a, scope), self.comp(b, scope)
                 union = {int(i) for i in (left.axes or ()) + (right.axes or ())}
                 return self.binary(op, left, right, tuple(sorted(union)), _to_indices)
-            case s.CSum(index, body) | s.CMean(index, body):
+            case ex.CSum(index, body) | ex.CMean(index, body):
                 inner = self.comp(body, (*scope, index))
                 if not inner.axes or inner.axes[-1] != len(scope):
                     size = Code(f"{self.like}.shape[-1]", None)
-                    return _binary("mul", inner, size, inner.axes) if isinstance(c, s.CSum) else inner
+                    return _binary("mul", inner, size, inner.axes) if isinstance(c, ex.CSum) else inner
                 dims = "-1" if len(inner.axes) > 1 else "-1, keepdim=True"
-                kind, how = ("total", "sum") if isinstance(c, s.CSum) else ("mean", "mean")
+                kind, how = ("total", "sum") if isinstance(c, ex.CSum) else ("mean", "mean")
                 return Code(self.define(kind, f"{inner.atom}.{how}({dims})"), inner.axes[:-1])
             case _:
                 assert_never(c)
 
 
-def _source(name: str, kind: s.RefKind) -> str:
+def _source(name: str, kind: ex.RefKind) -> str:
     match kind:
         case "let":
             return f"_ref_let_{name}(memory, x)"
@@ -295,19 +296,19 @@ def _depth(scope: tuple[str, ...], index: str) -> int:
     return len(scope) - 1 - scope[::-1].index(index)
 
 
-def fn_params(fn: s.VectorFn) -> tuple[str, ...]:
+def fn_params(fn: ex.VectorFn) -> tuple[str, ...]:
     """The tensors that a vector function's formula mentions, in order of first mention."""
 
-    def names(c: s.Comp) -> Iterable[str]:
+    def names(c: ex.Comp) -> Iterable[str]:
         match c:
-            case s.CRef(name, _):
+            case ex.CRef(name, _):
                 yield name
-            case s.CMap(_, x) | s.CSum(_, x) | s.CMean(_, x):
+            case ex.CMap(_, x) | ex.CSum(_, x) | ex.CMean(_, x):
                 yield from names(x)
-            case s.CBinary(_, a, b):
+            case ex.CBinary(_, a, b):
                 yield from names(a)
                 yield from names(b)
-            case s.CNum() | s.CConst() | s.CSize() | s.CElem():
+            case ex.CNum() | ex.CConst() | ex.CSize() | ex.CElem():
                 return
             case _:
                 assert_never(c)
@@ -334,6 +335,6 @@ def feature_size(feature: s.FeatureDim, base: str) -> str:
     return f"sum({base} ** i for i in range({feature.order + 1}))"
 
 
-def delayed(spec: s.LayerSpec) -> list[s.Expr]:
+def delayed(spec: s.LayerSpec) -> list[ex.Expr]:
     """What the layer's delays are taken of, each once."""
-    return list(dict.fromkeys(n.x for root in roots(spec) for n in walk(root) if isinstance(n, s.Delay)))
+    return list(dict.fromkeys(n.x for root in roots(spec) for n in walk(root) if isinstance(n, ex.Delay)))

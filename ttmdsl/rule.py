@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import sympy
 
-from ttmdsl.spec import Expr, LayerSpec, Memory
+from ttmdsl.expr import Expr
+from ttmdsl.spec import LayerSpec, Memory
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from ttmdsl import syntax
 from ttmdsl.errors import Diagnostic, Span
+from ttmdsl.expr import FeatureKind, Shape, VectorFn
 from ttmdsl.parse import MAX_DEPTH
-from ttmdsl.spec import FeatureDim, FeatureKind, KernelMap, Memory, Shape, Tensor, VectorFn
+from ttmdsl.spec import FeatureDim, KernelMap, Memory, Tensor
 
 MAX_NODES = 5_000
 MAX_ERRORS = 20

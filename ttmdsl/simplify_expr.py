@@ -7,7 +7,7 @@ the value it belongs to: it then stands for its broadcast. Does not expand produ
 
 from __future__ import annotations
 
-from ttmdsl.spec import (
+from ttmdsl.expr import (
     Binary,
     BinaryOp,
     ColumnsJacT,

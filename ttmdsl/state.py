@@ -6,7 +6,8 @@ nothing of where an entry starts (codegen/state.py.j2 does), and computes nothin
 
 from __future__ import annotations
 
-from ttmdsl.spec import LayerSpec, MatVec, Memory, Pass, Ref, Shape, Transpose
+from ttmdsl.expr import MatVec, Ref, Shape, Transpose
+from ttmdsl.spec import LayerSpec, Memory, Pass
 from ttmdsl.walk_expr import walk
 
 POSITION = "position"  # how many tokens each sequence has seen, modulo the groups that share a gradient point

@@ -18,25 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ttmdsl.expr import Binary, Component, Const, Delay, Expr, Features, Ref, Shape, Size
 from ttmdsl.past import history
 from ttmdsl.prelude import FIRST, LAST, Bands, MicroTokens, Prelude, Weights, at_step, seen_name
 from ttmdsl.rule import PassRule, UpdateRule
 from ttmdsl.simplify_expr import ONE, ZERO, add, mul, sub
-from ttmdsl.spec import (
-    Binary,
-    Component,
-    Const,
-    Delay,
-    Expr,
-    Features,
-    LayerSpec,
-    Memory,
-    Pass,
-    Ref,
-    Shape,
-    Size,
-    Tensor,
-)
+from ttmdsl.spec import LayerSpec, Memory, Pass, Tensor
 from ttmdsl.walk_expr import children, rewrite, walk, with_children
 
 MOST_MICRO = 16  # micro-tokens of a token: each takes as much memory as a token does

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import assert_never
 
-from ttmdsl.spec import (
+from ttmdsl.expr import (
     Apply,
     Binary,
     Columns,
