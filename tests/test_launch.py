@@ -384,12 +384,11 @@ def walks_of_whole_states_take_eight_warps_in_heads_of_128() -> None:
     assert split._options("_chunk_forward_scan_kernel", tiles, 64, 128)["num_warps"] == 4
 
 
-def scans_of_blocks_of_wide_heads_take_eight_warps_if_they_spill() -> None:
-    """By rule, on Hopper, in units of 64 tokens."""
+def warps_by_rule_are_doubled_where_a_kernel_spills() -> None:
+    """Scans of blocks of wide heads, on Hopper, in units of 64 tokens; maps that two warps compute."""
 
-    def warps(module: Any, head: int, gpu: int = 90) -> object:
-        sizes = {"d_k": head, "d_v": head}
-        launches = module.kernel_launches("_chunk_forward_scan_kernel", sizes, torch.bfloat16, gpu)
+    def warps(module: Any, head: int, gpu: int = 90, kernel: str = "_chunk_forward_scan_kernel") -> object:
+        launches = module.kernel_launches(kernel, dict.fromkeys(("d_k", "d_v", "m"), head), torch.bfloat16, gpu)
         return next(launches)[1]["num_warps"]
 
     swla, short = ttmdsl.load("swla"), ttmdsl.load("titans_linear", b=16)
@@ -401,6 +400,11 @@ def scans_of_blocks_of_wide_heads_take_eight_warps_if_they_spill() -> None:
     module = ttmdsl.load("ttt_norm")  # no grid splits its states
     with mock.patch.object(module, "_TUNED", {}):
         assert warps(module, 128) == 8
+    module, free = ttmdsl.load("trellis", b=16), "_chunk_backward_free_kernel"
+    assert warps(module, 64, kernel=free) == 4  # as measured
+    with mock.patch.object(module, "_TUNED", {}):
+        assert warps(module, 64, kernel=free) == warps(module, 64, 80, free) == (2, 4, 600)
+        assert warps(module, 128, kernel=free) == 8
 
 
 def reverse_scans_of_short_units_take_four_warps_and_scans_three_stages() -> None:
@@ -489,7 +493,7 @@ def tangents_are_not_dropped() -> None:
         scans_copy_all_ahead_but_where_less_was_measured_faster,
         maps_of_tokens_alone_keep_four_warps_in_heads_of_128,
         walks_of_whole_states_take_eight_warps_in_heads_of_128,
-        scans_of_blocks_of_wide_heads_take_eight_warps_if_they_spill,
+        warps_by_rule_are_doubled_where_a_kernel_spills,
         reverse_scans_of_short_units_take_four_warps_and_scans_three_stages,
         programs_that_share_out_a_dim_have_one_block_each,
         eight_warps_share_products_of_crowded_maps_in_heads_of_128_on_hopper,

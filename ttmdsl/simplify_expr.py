@@ -1,6 +1,6 @@
 """Constructors of spec expressions that simplify as they build.
 
-Input and output: `Expr` of spec.py. Numbers are folded and pulled to the front, zeros and ones vanish, and matrices
+Input and output: `Expr` of expr.py. Numbers are folded and pulled to the front, zeros and ones vanish, and matrices
 stay factored (an elementwise factor of an outer product goes into its vectors). A cotangent may have fewer dims than
 the value it belongs to: it then stands for its broadcast. Does not expand products or look for a normal form.
 """
