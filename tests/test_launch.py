@@ -385,7 +385,7 @@ def walks_of_whole_states_take_eight_warps_in_heads_of_128() -> None:
 
 
 def warps_by_rule_are_doubled_where_a_kernel_spills() -> None:
-    """Scans of blocks of wide heads, on Hopper, in units of 64 tokens; maps that two warps compute."""
+    """Scans of blocks of wide heads, on Hopper, in units of 64 tokens; maps."""
 
     def warps(module: Any, head: int, gpu: int = 90, kernel: str = "_chunk_forward_scan_kernel") -> object:
         launches = module.kernel_launches(kernel, dict.fromkeys(("d_k", "d_v", "m"), head), torch.bfloat16, gpu)
@@ -403,7 +403,7 @@ def warps_by_rule_are_doubled_where_a_kernel_spills() -> None:
     module, free = ttmdsl.load("trellis", b=16), "_chunk_backward_free_kernel"
     assert warps(module, 64, kernel=free) == 4  # as measured
     with mock.patch.object(module, "_TUNED", {}):
-        assert warps(module, 64, kernel=free) == warps(module, 64, 80, free) == (2, 4, 600)
+        assert warps(module, 64, kernel=free) == warps(module, 64, 80, free) == (2, 4, 800)
         assert warps(module, 128, kernel=free) == 8
 
 
