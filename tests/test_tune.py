@@ -331,6 +331,19 @@ def test_what_is_right_is_timed_before_more_is_compiled(tmp_path: Path) -> None:
     assert table.kernels[0].us == 60
 
 
+def test_what_was_best_for_kernels_that_run_alike_is_tried_first(tmp_path: Path) -> None:
+    """In whatever order of values; not what was for others."""
+    fake, last, other = FakeLab(), candidates(SCAN)[-1], candidates(SCAN)[-2]
+    alike = replace(SCAN, kernel="chunk scan 7 products 9", config={**last, "order": 3})
+    measured = [alike, replace(alike, config=other, kernel="chunk reverse 4 products 8")]
+    measured += [replace(alike, config=other, tiles=(64, 128, 128)), replace(alike, config=other, tiles=(16, 64, 64))]
+    table, _ = tuned(fake, tmp_path / "a.json", measured=measured)
+    assert table
+    asked = [trial.forced["scan"] for trial in fake.asked if "scan" in trial.forced]
+    assert asked[0] == last
+    assert asked[1 : len(candidates(SCAN)) - 1] == [c for c in candidates(SCAN)[:-1] if c != SCAN.config]
+
+
 def test_what_was_not_measured_is_left_to_the_rules(tmp_path: Path) -> None:
     fake, said = FakeLab(), list[str]()
     moments = iter([0.0, 1.0, 11.0, 12.0, 13.0])

@@ -103,7 +103,10 @@ def tune_command(arguments: argparse.Namespace) -> int:
     with GpuLab(arguments.jobs) as lab:
         asks = arguments.orders or arguments.missing or arguments.only
         known = _known(target, folders, path) if asks else None
-        settings = Settings(arguments.budget, known=known, missing=arguments.missing, only=arguments.only)
+        measured = [entry for table in tuning.read_all(folders).by_capability.values() for entry in table.kernels]
+        settings = Settings(
+            arguments.budget, known=known, missing=arguments.missing, only=arguments.only, measured=measured
+        )
         found = tune(chosen, target, path, settings, lab, lambda text: print(text, flush=True))
     print(f"{path}: {len(found.kernels)} kernels, {len(found.chunks)} forms, {len(found.excluded)} excluded")
     return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,8 @@ class Settings:
     """`budget`: seconds after which nothing new is begun. `margin`: what a configuration must gain over the rules' own.
     `negligible`: the share of a pass below which a kernel stays with the rules. `known`: a table of launches, to which
     orders of values alone are added, or, if it is to be filled (`missing`), kernels that it does not have here; till
-    then these are launched by the rules; or configurations alone that say what a table did not (`only` that)."""
+    then these are launched by the rules; or configurations alone that say what a table did not (`only` that).
+    `measured`: entries of any tables; what was best for kernels that run alike is tried first."""
 
     budget: float = 540.0
     margin: float = 0.02
@@ -44,6 +46,7 @@ class Settings:
     known: Table | None = None
     missing: bool = False
     only: str = ""
+    measured: Sequence[Entry] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,8 @@ def _kernels(
         raise RuntimeError("tables have all kernels here that take long enough to be measured")
     if not long:
         return plain
-    configs = {name: _others(facts.kernels[name], facts.candidates(name)) for name in long}
+    wanted = {name: _likely(facts.kernels[name], facts.candidates(name), settings.measured) for name in long}
+    configs = {name: _others(facts.kernels[name], wanted[name]) for name in long}
     found: dict[str, list[Entry]] = {}
     parts: dict[str, Table] = {}
     for measured in _measured(plain, configs, lab, late):
@@ -343,6 +347,20 @@ def candidates(entry: Entry, walked: int = 0) -> list[Config]:
     lying = [{**config, "in_shared": 1} for config in several]
     same = {"shares": entry.config["shares"]} if "shares" in entry.config else {}
     return [{**config, **same} for config in (*lying, *found, *fewer, *plain)]
+
+
+def _likely(entry: Entry, configs: Iterable[Config], measured: Iterable[Entry]) -> list[Config]:
+    """Those first that were best most often for kernels that run alike, of tiles as long and as wide: there may be no
+    time for all."""
+
+    def alike(entry: Entry) -> tuple[object, ...]:
+        return *entry.kernel.split()[:2], entry.tiles[0], max(entry.tiles)
+
+    def launch(config: Config) -> frozenset[tuple[str, int]]:
+        return frozenset((key, value) for key, value in config.items() if key not in ("order", "shares"))
+
+    best = Counter(launch(other.config) for other in measured if alike(other) == alike(entry))
+    return sorted(configs, key=lambda config: -best[launch(config)])
 
 
 def _others(entry: Entry, configs: Iterable[Config]) -> list[Config]:
