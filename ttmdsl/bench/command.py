@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -81,9 +81,9 @@ def bench_command(arguments: argparse.Namespace) -> int:
     return int(any(row.failed for row in new if row.who.startswith("ttmdsl")))
 
 
-def _known(target: str, folders: Sequence[Path], path: Path) -> tuning.Table:
+def _known(target: str, tables: tuning.Tables, path: Path) -> tuning.Table:
     """All tables of this GPU together, that of the path last."""
-    found = tuning.read_all(folders).by_capability.get(int(target.removeprefix("sm_")), tuning.Table(target))
+    found = tables.by_capability.get(int(target.removeprefix("sm_")), tuning.Table(target))
     return found.merge(tuning.read(path)) if path.exists() else found
 
 
@@ -102,8 +102,9 @@ def tune_command(arguments: argparse.Namespace) -> int:
     chosen = [replace(case, backend="triton") for case in cases(arguments, "cuda")]
     with GpuLab(arguments.jobs) as lab:
         asks = arguments.orders or arguments.missing or arguments.only
-        known = _known(target, folders, path) if asks else None
-        measured = [entry for table in tuning.read_all(folders).by_capability.values() for entry in table.kernels]
+        tables = tuning.read_all(folders)
+        known = _known(target, tables, path) if asks else None
+        measured = [entry for table in tables.by_capability.values() for entry in table.kernels]
         settings = Settings(
             arguments.budget, known=known, missing=arguments.missing, only=arguments.only, measured=measured
         )
