@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keyword
 from dataclasses import dataclass
+from functools import partial
 
 from ttmdsl import emit_reference as reference
 from ttmdsl import expr as ex
@@ -53,6 +54,7 @@ class _Text:
     readout: list[str]
     y: str
     additive: bool
+    weighs: bool
     normalized: bool
     decays: bool
     window: int
@@ -122,14 +124,14 @@ def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[st
             tuned=tables.kernels(signatures),
             tuned_table=tuned_table,
             everywhere=EVERYWHERE,
-            kinds=_kinds,
+            kinds=partial(_kinds, additive=lowered.forms[-1].additive),
         ),
     }
 
 
-def _kinds(names: list[str]) -> str:
+def _kinds(names: list[str], additive: bool) -> str:
     """What a kernel's arguments hold, by their names, as Python source."""
-    inputs = {"q", "k", "u", "d_y"}
+    inputs = {"q", "k", "d_q", "d_k"} | ({"u", "d_y", "y", "d_u"} if additive else set())
     double = {"aq", "a"}
     kinds = {f"{n}_ptr": "input" if n in inputs else "float64" if n in double else "float32" for n in names}
     numbers = {"offset_ptr": "int64", "scale": "number", **dict.fromkeys(("Q", "R", "base", "H"), "count")}
@@ -174,6 +176,7 @@ def _text(spec: s.LayerSpec, f: KernelForm, sizes: dict[str, str]) -> _Text:
         readout=readout,
         y=_value(around, y),
         additive=f.additive,
+        weighs=f.additive and (f.window > 1 or "weight" in values or values.get("rate", "1.0") != "1.0"),
         normalized=f.normalized,
         decays=f.decays,
         window=f.window,

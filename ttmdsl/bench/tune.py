@@ -333,7 +333,8 @@ def candidates(entry: Entry, walked: int = 0) -> list[Config]:
     walks = way == "map" and "block" in entry.config
     warps = (1, 2, 4, 8) if unit == "token" else (2, 4, 8) if way == "map" else (4, 8)
     stages = (1, 2, 3) if walks else (1,) if way == "map" else (1, 2) if unit == "token" else (1, 2, 3, 4)
-    blocks = [{"block": n} for n in (32, 64, 128) if n <= max(entry.tiles)] if "block" in entry.config else [{}]
+    widest = 128 if unit == "pairs" else max(entry.tiles)  # of tokens, or of a dim
+    blocks = [{"block": n} for n in (32, 64, 128) if n <= widest] if "block" in entry.config else [{}]
     found: list[Config] = [
         {"num_warps": w, "num_stages": s, **block} for w, s, block in itertools.product(warps, stages, blocks)
     ]
