@@ -54,13 +54,17 @@ class _Text:
     readout: list[str]
     y: str
     additive: bool
-    weighs: bool
     normalized: bool
     decays: bool
     window: int
     last: int
     batch: int
     retained: bool
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a write of this layer may count other than once."""
+        return self.additive and (self.window > 1 or bool(self.weight) or self.rate != "1.0")
 
     def __getattr__(self, name: str) -> str:
         """Text of a per-token value: query, key, value, slope, rate, weight or log_decay; empty if it has none."""
@@ -176,7 +180,6 @@ def _text(spec: s.LayerSpec, f: KernelForm, sizes: dict[str, str]) -> _Text:
         readout=readout,
         y=_value(around, y),
         additive=f.additive,
-        weighs=f.additive and (f.window > 1 or "weight" in values or values.get("rate", "1.0") != "1.0"),
         normalized=f.normalized,
         decays=f.decays,
         window=f.window,
