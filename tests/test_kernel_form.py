@@ -215,6 +215,38 @@ def test_the_kernels_equal_the_reference(interpreter: ProcessPoolExecutor, name:
     assert interpreter.submit(misses, name).result() == []
 
 
+def of_no_weight(backend: str) -> list[str]:
+    """What depends on a key whose write has weight 0, however far above all others its score is."""
+    torch.set_num_threads(1)
+    module = ttmdsl.compile(
+        """layer Invented { dim d_k, d_v  input q[d_k], k[d_k], v[d_v]  gate eta
+  feature phi = exp(<., .>)
+  memory S[d_v, phi]
+  bias -<S @ phi(k), v>
+  optimizer gd(rate = eta)
+  read normalized(S @ phi(q)) }"""
+    )
+    found = []
+    for length in (0.0, 60.0):
+        x = {key: t.float() for key, t in draw(module, 1, 20).items()}
+        x["eta"] = 0.5 + x["eta"].abs()
+        x["eta"][:, 3] = 0.0
+        x["q"][..., 0] = 5.0
+        x["k"][:, 3] = torch.eye(6)[0] * length
+        y, _ = module.op(**{key: t.requires_grad_() for key, t in x.items()}, backend=backend)
+        y.square().sum().backward()
+        assert all(t.grad is not None and t.grad.isfinite().all() for t in x.values())
+        others = {key: t.grad for key, t in x.items() if t.grad is not None and key != "eta"}
+        found.append({"y": y.detach(), **others})
+    near, far = found
+    return [name for name, t in near.items() if not torch.allclose(far[name], t, rtol=1e-4, atol=1e-6)]
+
+
+def test_what_has_no_weight_counts_for_nothing(interpreter: ProcessPoolExecutor) -> None:
+    assert of_no_weight("torch") == []
+    assert interpreter.submit(of_no_weight, "triton").result() == []
+
+
 # ---- the state ------------------------------------------------------------------------------------------------------
 
 

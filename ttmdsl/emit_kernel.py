@@ -105,10 +105,11 @@ def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[st
         "evicts": any(f.last for f in lowered.forms),
         "solves": any(not f.additive for f in lowered.forms),
     }
-    # the kernels' text follows from these words alone
-    words = " ".join([*(name for name, needed in needs.items() if needed), *(["groups"] if lowered.batch > 1 else [])])
+    # the kernels' text follows from these words alone; how long one takes also from whether rows have several writes
+    words = [name for name, needed in needs.items() if needed] + ["groups"] * (lowered.batch > 1)
+    words += ["several"] * any(f.additive and f.window > 1 for f in lowered.forms)
     kernels = ["read", "queries", "rows", *(["solve", "adjoint"] if needs["solves"] else [])]
-    signatures = {f"_{name}_kernel": f"pairs {name}: {words}" for name in kernels}
+    signatures = {f"_{name}_kernel": f"pairs {name}: {' '.join(words)}" for name in kernels}
     common: dict[str, object] = {
         "forms": [_text(spec, f, sizes) for f in lowered.forms],
         "leader": next(t.keyword for t in spec.tensors if t.kind != "param"),
