@@ -139,8 +139,8 @@ def _kinds(names: list[str], additive: bool) -> str:
     inputs = {"q", "k", "d_q", "d_k"} | ({"u", "d_y", "y", "d_u"} if additive else set())
     double = {"aq", "a"}
     kinds = {f"{n}_ptr": "input" if n in inputs else "float64" if n in double else "float32" for n in names}
-    numbers = {"offset_ptr": "int64", "scale": "number", **dict.fromkeys(("Q", "R", "base", "H"), "count")}
-    return literal(kinds | numbers)
+    counts = dict.fromkeys(("Q", "R", "base", "H", "room", "share"), "count")
+    return literal(kinds | {"offset_ptr": "int64", "scale": "number"} | counts)
 
 
 # ---- per-token values ---------------------------------------------------------------------------------------------
