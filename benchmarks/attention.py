@@ -2,7 +2,7 @@
 
 python benchmarks/attention.py [B,T,H,D ...], on a GPU. A call without gradients is timed as one of inference. Torch's
 backends are flash attention and cuDNN's, whose inputs lie as they like them best ([B, H, T, D]). Then a token's step
-after T others: microseconds of kernels, and from its first to its last, with what the host takes meanwhile. Checks nothing:
+after T others: microseconds of kernels, and from first to last, with what the host takes meanwhile. Checks nothing:
 `verify.py` does.
 """
 

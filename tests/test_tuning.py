@@ -114,7 +114,7 @@ def test_the_shipped_tables_hold() -> None:
 MEASURED = (
     "linear_attention retnet mamba2 gla delta_net gated_delta_net rwkv7 dplr gsa abc hgrn2 swla ttt_mlp omega_net dla"
     " omega_linear delta_product trellis titans_linear ttt_linear ttt_norm moneta yaad"
-    " attention swa deep_transformer swdt".split()
+    " attention swa deep_transformer swdt dot".split()
 )
 IN_GROUPS = "trellis titans_linear omega_linear titans ttt_linear ttt_norm moneta yaad".split()
 TOKEN_BY_TOKEN = ("lattice_dec", "lattice_sim")
