@@ -265,6 +265,24 @@ def test_step_equals_op(name: str) -> None:
         torch.testing.assert_close(state[key], final[key], rtol=1e-10, atol=1e-10)
 
 
+def of_one_state(backend: str) -> dict[str, Tensor]:
+    """Two sequences that go on from one state, whose entries lie amid others' in memory."""
+    torch.set_num_threads(1)
+    module = load("dot:b=4")
+    x = {key: t.float() for key, t in draw(module, 2, 9).items()}
+    _, state = module.op(**{key: t[:1, :6] for key, t in x.items()}, output_final_state=True, backend="torch")
+    amid = {key: torch.cat([t, t + 1, t + 2])[:1] for key, t in state.items()}
+    y, final = module.op(**x, initial_state=amid, output_final_state=True, backend=backend)
+    return {"y": y, **final}
+
+
+def test_sequences_go_on_from_one_state(interpreter: ProcessPoolExecutor) -> None:
+    found, expected = interpreter.submit(of_one_state, "triton").result(), of_one_state("reference")
+    assert found.keys() == expected.keys()
+    for key, t in expected.items():
+        torch.testing.assert_close(found[key], t, rtol=1e-4, atol=1e-5)
+
+
 def test_a_memory_of_the_last_tokens_holds_no_more() -> None:
     module = load("swa:c=5")
     _, state = module.op(**draw(module, 1, 12), output_final_state=True)
