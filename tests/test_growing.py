@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 import ttmdsl
+from ttmdsl import drawing
+from ttmdsl.aot import parse_variant
+from ttmdsl.drawing import Shape
 
 Tensors = dict[str, Tensor]
 ADDITIVE = ["attention", "swa:c=5", "deep_transformer", "swdt"]
 
 
-def load(name: str) -> ModuleType:
-    layer, *consts = name.split(":")
-    return ttmdsl.load(layer, **{k: float(v) for k, v in (c.split("=") for c in consts)})
+def load(variant: str) -> ModuleType:
+    name, consts = parse_variant(variant)
+    return ttmdsl.load(name, **consts)
 
 
 def draw(module: ModuleType, length: int, batch: int = 2, heads: int = 2, seed: int = 0) -> Tensors:
-    torch.manual_seed(seed)
-    size = {"d_k": 6, "d_v": 4, **{name: int(value) for name, value in module.CONSTS.items()}}
-    shapes = {key: tuple(size[axis] for axis in axes) for key, axes in (module.INPUTS | module.GATES).items()}
-    x = {key: torch.randn(batch, length, heads, *shape) / 2 for key, shape in shapes.items()}
-    return {key: -t.abs() / 10 if module.RANGES[key] == "decay" else t for key, t in x.items()}
+    shape = Shape("", batch=batch, tokens=length, heads=heads, dims=(6, 4), state=False)
+    return drawing.draw(module, shape, dtype=torch.float32, seed=seed).x
 
 
 def token(x: Tensors, t: int) -> Tensors:

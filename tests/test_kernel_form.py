@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import ttmdsl
+from ttmdsl.aot import parse_variant
 from ttmdsl.drawing import Shape
 from ttmdsl.errors import DeriveError
 from ttmdsl.kernel_form import lower_kernel
@@ -24,9 +25,9 @@ Tensors = dict[str, Tensor]
 LAYERS = ["attention", "swa:c=5", "deep_transformer", "swdt", "swdt:c=1", "dot", "dot:c=3", "dot:b=4", "dot:b=4:c=7"]
 
 
-def load(name: str) -> ModuleType:
-    layer, *consts = name.split(":")
-    return ttmdsl.load(layer, **{k: float(v) for k, v in (c.split("=") for c in consts)})
+def load(variant: str) -> ModuleType:
+    name, consts = parse_variant(variant)
+    return ttmdsl.load(name, **consts)
 
 
 def draw(module: ModuleType, batch: int, length: int, heads: int = 2, dims: tuple[int, int] = (6, 4)) -> Tensors:
