@@ -137,8 +137,8 @@ def kernel_sections(lowered: LoweredKernel, tables: Tables = NOTHING) -> dict[st
 def _kinds(names: list[str], additive: bool) -> str:
     """What a kernel's arguments hold, by their names, as Python source."""
     inputs = {"q", "k", "d_q", "d_k"} | ({"u", "d_y", "y", "d_u"} if additive else set())
-    double = {"aq", "a"}
-    kinds = {f"{n}_ptr": "input" if n in inputs else "float64" if n in double else "float32" for n in names}
+    own = {"aq": "float64", "a": "float64", "turns": "int32"}
+    kinds = {f"{n}_ptr": "input" if n in inputs else own.get(n, "float32") for n in names}
     counts = dict.fromkeys(("Q", "R", "base", "H", "room", "share"), "count")
     return literal(kinds | {"offset_ptr": "int64", "scale": "number"} | counts)
 
