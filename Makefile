@@ -2,6 +2,8 @@
 #
 #   make demo   three specs to three trained language models, on a CPU, in some minutes; writes demo/loss.png
 #   make test   what CI runs: ruff, mypy, pytest
+#
+# Tests that take other layers, sizes and versions to what those of `make test` have are left to `make thorough`.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: demo test lint types tests aot clean
+.PHONY: demo test lint types tests thorough aot clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m ttmdsl.demo $(ARGS)
@@ -28,6 +30,9 @@ types: $(VENV)/.dev
 # One thread a worker: there are as many workers as cores, and small tensors.
 tests: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=5 $(ARGS)
+
+thorough: $(VENV)/.dev
+	$(MAKE) --no-print-directory tests ARGS='-m "" $(ARGS)'
 
 # Every kernel at every head size and target, with both versions of Triton: the table in docs/aot.md. Takes long.
 aot: $(VENV)/.dev

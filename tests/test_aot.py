@@ -1,10 +1,10 @@
 """Every kernel of the ten layers, compiled ahead of time by two versions of Triton, without a GPU.
 
 What is covered in bfloat16, forward and backward, but of what is like lattice_dec: all kernels of each form by Triton
-3.6 at head size 64 for sm_90; by the newest, of the forms for tokens from the start of a group on, since the others'
-kernels differ in little, at 64 for sm_80, and of four layers that are unlike each other at 128 for sm_90. The rest
-of the matrix (both versions, three head sizes, two targets) takes a quarter of an hour on two cores, and CI has that
-for all that it does: `python tests/aot_matrix.py` compiles it and writes docs/aot.md. A kernel fails that does not
+3.6 at head size 64 for sm_90, or by the newest, of the forms for tokens from the start of a group on, since the others'
+kernels differ in little, at 64 for sm_80; thoroughly by both, and four layers that are unlike each other by the newest
+at 128 for sm_90. The rest of the matrix (both versions, three head sizes, two targets) takes a quarter of an hour on
+two cores: `python tests/aot_matrix.py` compiles it and writes docs/aot.md. A kernel fails that does not
 compile, or that wants more shared memory than its target has. Spilled registers are no failure: they are listed after
 the tests.
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 from aot_matrix import OLD, VARIANTS, triton_36
+from tiers import beyond, mostly_beyond, thorough
 
 from ttmdsl.aot import (
     AROUND,
@@ -43,6 +44,7 @@ from ttmdsl.cli import main
 from ttmdsl.errors import CheckError, LoadError
 from ttmdsl.machine_code import Either, MixUp
 
+BY_NEWEST = ["mamba2", "gated_delta_net", "lattice_dec:b=16", "lattice_dec:b=16:project=0", "trellis:b=1"]
 UNLIKE = [v for v in VARIANTS if not v.startswith(("lattice_enc", "lattice_sim"))]  # these are like lattice_dec
 FROM_A_START = "_(chunk|token)_"  # what kernels' names begin with that take whole groups of tokens
 WIDE = "_chunk_|_token_forward_"
@@ -116,25 +118,22 @@ def old() -> Iterator[Compiler]:
     compiler.pool.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", UNLIKE)
+@pytest.mark.parametrize("variant", mostly_beyond(UNLIKE, *BY_NEWEST))
 def test_newest_triton(variant: str, newest: Compiler, record_property: Any) -> None:
     newest.judge(Job(variant, 64, "sm_80", "bfloat16", named=FROM_A_START), record_property)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", WIDE_HEADS)
+@pytest.mark.parametrize("variant", mostly_beyond(WIDE_HEADS, "mamba2"))
 def test_wide_heads(variant: str, newest: Compiler, record_property: Any) -> None:
     newest.judge(Job(variant, 128, "sm_90", "bfloat16", named=WIDE), record_property)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", UNLIKE)
+@pytest.mark.parametrize("variant", beyond(UNLIKE, *BY_NEWEST, "trellis:b=16"))
 def test_triton_36(variant: str, old: Compiler, record_property: Any) -> None:
     old.judge(Job(variant, 64, "sm_90", "bfloat16", named=OF_OP), record_property)
 
 
-@pytest.mark.slow
+@thorough
 def test_what_masks_have_spilled(old: Compiler) -> None:
     """By four warps ptxas 12.8 gets this kernel wrong, in heads of 60, and not of 64 (benchmarks/NOTES.md)."""
     found = {}
@@ -183,7 +182,6 @@ def test_operands_of_walks_that_are_either_of_two_are_failures(monkeypatch: pyte
         assert [row.error for row in compile_kernels(job)] == [error]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gated_delta_net", "delta_net", "titans_linear"])
 def test_units_of_a_scan_wait_for_no_load(variant: str, old: Compiler) -> None:
     """All that a unit loads is copied ahead, gates too, which would not be as tensors hold them, in bfloat16."""
@@ -192,10 +190,12 @@ def test_units_of_a_scan_wait_for_no_load(variant: str, old: Compiler) -> None:
     assert not any(row.waits for row in scans)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "head", "kernel"),
-    [("titans:b=64", 64, "_chunk_forward_scan"), ("ttt_norm:b=64", 128, "_chunk_backward_scan")],
+    [
+        ("titans:b=64", 64, "_chunk_forward_scan"),
+        pytest.param("ttt_norm:b=64", 128, "_chunk_backward_scan", marks=thorough),
+    ],
 )
 def test_programs_that_share_a_heads_blocks(variant: str, head: int, kernel: str, newest: Compiler) -> None:
     job = Job(variant, head, "sm_80", "bfloat16", named=kernel)
@@ -204,7 +204,7 @@ def test_programs_that_share_a_heads_blocks(variant: str, head: int, kernel: str
     assert shared.kernel == f"{alone.kernel}, few heads"
 
 
-@pytest.mark.slow
+@thorough
 def test_what_is_around_op_has_room(newest: Compiler, old: Compiler) -> None:
     """The same in every layer, so of one alone."""
     for compiler, target in ((newest, "sm_80"), (old, "sm_90")):
@@ -215,13 +215,12 @@ def test_what_is_around_op_has_room(newest: Compiler, old: Compiler) -> None:
         assert not any(row.error or row.stack > 64 for row in around)
 
 
-@pytest.mark.slow
 def test_the_old_triton_is_the_one_that_compiles(newest: Compiler, old: Compiler) -> None:
     assert old.version() == OLD
     assert newest.version() == importlib.metadata.version("triton")
 
 
-@pytest.mark.slow
+@thorough
 def test_newton_schulz_finds_room_for_wide_tiles(tmp_path: Path, newest: Compiler, record_property: Any) -> None:
     (tmp_path / "muon.ttm").write_text(MUON)
     job = Job(str(tmp_path / "muon.ttm"), 128, "sm_80", "bfloat16", named=FROM_A_START)  # which has less
@@ -249,15 +248,19 @@ def test_too_much_shared_memory_is_a_failure(
     assert [row["kernel"] for row in json.loads(capsys.readouterr().out)] == ["_a_kernel", "_b_kernel"]
 
 
-@pytest.mark.slow
 def test_processes_cache_and_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # does not reach the processes that compile
     heard = []
     first = compile_all(
-        ["linear_attention"], [32], ["sm_90"], processes=2, done=lambda n, total: heard.append((n, total))
+        ["linear_attention"],
+        [32],
+        ["sm_90"],
+        processes=2,
+        done=lambda n, total: heard.append((n, total)),
+        around=False,
     )
-    again = compile_all(["linear_attention"], [32], ["sm_90"])
+    again = compile_all(["linear_attention"], [32], ["sm_90"], around=False)
     assert heard == [(1, 1)]
     assert [r.kernel for r in first] == [r.kernel for r in again]
     assert not any(r.error for r in first)

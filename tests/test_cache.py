@@ -148,7 +148,6 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         assert cache.fetch(tmp_path / "file" / "cache", "a", "1" * 64, lambda: "x = 1\n") == path
 
 
-@pytest.mark.slow
 def test_four_processes_at_once(tmp_path: Path) -> None:
     script = "import ttmdsl; m = ttmdsl.load('gated_delta_net'); print(len(m.SPEC), m.__file__)"
     processes = [python(script, TTM_CACHE_DIR=str(tmp_path)) for _ in range(4)]
@@ -177,7 +176,6 @@ def seconds(script: str, **environment: str) -> float:
     return float(output(python(timed, **environment)))
 
 
-@pytest.mark.slow
 def test_a_cached_load_is_quick(place: Path) -> None:
     output(python(LOAD))
     script = f"{LOAD}; import sys; assert 'sympy' not in sys.modules"
@@ -185,7 +183,6 @@ def test_a_cached_load_is_quick(place: Path) -> None:
     assert any(seconds(script) < 0.15 for _ in range(3))
 
 
-@pytest.mark.slow
 def test_a_cold_compile_is_quick(tmp_path: Path) -> None:
     """Two seconds; on a machine that takes long for sympy alone, sixteen times as long as that."""
     sympy = min(seconds("import sympy") for _ in range(3))

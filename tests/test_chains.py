@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_differentiate import forms
 from test_parts import parted
+from tiers import mostly_beyond
 
 import ttmdsl
 from ttmdsl.builder import Builder
@@ -272,7 +273,7 @@ def misses(name: str, consts: dict[str, float]) -> list[str]:
     return [f"{row.shape}: {row.quantity} {row.error:.1e}" for row in rows if not row.ok]
 
 
-@of_layers
+@pytest.mark.parametrize(("name", "consts"), mostly_beyond(LAYERS, ("gsa", {}), ("slots", {})))
 def test_kernels_are_the_reference(
     specs: dict[str, str], name: str, consts: dict[str, float], interpreter: ProcessPoolExecutor
 ) -> None:

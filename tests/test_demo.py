@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import thorough
 
 import ttmdsl
 from ttmdsl.demo import text
@@ -95,6 +96,7 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@thorough
 def test_a_model_that_has_learned_nothing_is_a_failure(tmp_path: Path) -> None:
     done = demo("--quick", "--steps", 1, "--out", tmp_path)
     assert done.returncode == 1

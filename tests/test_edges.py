@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import beyond, thorough
 
 import ttmdsl
 from ttmdsl import edges
@@ -32,12 +33,12 @@ def interpreted(variant: str, tokens: int) -> list[str]:
     return misses(list(at_edges(name, module, tokens=tokens, dtype=torch.float32, backend="triton")))
 
 
-@pytest.mark.parametrize("layer", ttmdsl.layers())
+@pytest.mark.parametrize("layer", beyond(ttmdsl.layers(), "atlas", "atlas_pp"))
 def test_torch(layer: str) -> None:
     assert misses(list(at_edges(layer, ttmdsl.load(layer), tokens=20, dtype=torch.float32))) == []
 
 
-@pytest.mark.parametrize(("variant", "tokens"), KERNELS)
+@pytest.mark.parametrize(("variant", "tokens"), beyond(KERNELS, ("gsa", 37), ("rwkv7", 37), ("memora", 20)))
 def test_kernels(variant: str, tokens: int, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(interpreted, variant, tokens).result() == []
 
@@ -87,6 +88,7 @@ def test_what_is_not_finite_later_is_looked_for_in_float64(diverging: bool, monk
     assert looked == ([10, 20, 40] if diverging else [10, 20, 40, 70])
 
 
+@thorough
 def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tokens", "5", "--layers", "mamba2,delta_net"]) == 0
     text = capsys.readouterr().out

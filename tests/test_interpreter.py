@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from test_zoo import group
+from tiers import beyond, mostly_beyond, thorough
 
 import ttmdsl
 from ttmdsl.drawing import Shape, draw
@@ -63,14 +64,17 @@ def test_kernels_are_the_reference(layer: str, interpreter: ProcessPoolExecutor)
     assert interpreter.submit(misses, layer, consts, "float32", SHAPES).result() == []
 
 
-@pytest.mark.parametrize("layer", ["lattice_dec", "omega_net", "titans", "trellis", "ttt_norm", "yaad"])
+UNITS = ["lattice_dec", "omega_net", "titans", "trellis", "ttt_norm", "yaad"]
+
+
+@pytest.mark.parametrize("layer", mostly_beyond(UNITS, "lattice_dec", "ttt_norm", "yaad"))
 def test_units_of_no_tokens(layer: str, interpreter: ProcessPoolExecutor) -> None:
     # three units of up to 16 tokens a group: the sequence begins in the second, and nothing is in the third
     shapes = ({"label": "T=30, cut at 20", "tokens": 30, "dims": (12, 20, 9), "cuts": (20,)},)
     assert interpreter.submit(misses, layer, {"b": 40}, "float32", shapes).result() == []
 
 
-@pytest.mark.parametrize("layer", ["lattice_dec", "lattice_enc", "lattice_sim"])
+@pytest.mark.parametrize("layer", mostly_beyond(["lattice_dec", "lattice_enc", "lattice_sim"], "lattice_enc"))
 def test_y_read_of_the_states_after_the_scan(layer: str, interpreter: ProcessPoolExecutor) -> None:
     """Where products on which a carry depends have twice the digits, for units of 64 tokens: three of them, the second
     one cut; and with no state that is given or asked for."""
@@ -81,7 +85,10 @@ def test_y_read_of_the_states_after_the_scan(layer: str, interpreter: ProcessPoo
     assert interpreter.submit(misses, layer, {"b": 64, "project": 0}, "float32", shapes).result() == []
 
 
-@pytest.mark.parametrize("layer", ttmdsl.layers())
+SLOW = "atlas atlas_linear atlas_pp deep_transformer dot longhorn mesa omega_net polynomial_attention swdt".split()
+
+
+@pytest.mark.parametrize("layer", beyond(ttmdsl.layers(), *SLOW))
 def test_bfloat16_as_a_gpu_computes_it(layer: str, interpreter: ProcessPoolExecutor) -> None:
     forms = getattr(ttmdsl.load(layer), "_FORMS", ("chunk",))  # one over feature maps has none
     shapes = HALF if "chunk" in forms else HALF_STAGED if layer in GROUPED else HALF_BY_TOKEN
@@ -101,6 +108,7 @@ def test_pieces_amid_a_group_in_bfloat16(interpreter: ProcessPoolExecutor) -> No
     assert interpreter.submit(misses, "dla", {}, "bfloat16", shapes, 22).result() == []
 
 
+@thorough
 def test_cotangents_at_right_angles_to_their_states_in_bfloat16(interpreter: ProcessPoolExecutor) -> None:
     """A draw of which sums over tokens in half precision cost the gradient of decays 8e-3."""
     shapes: tuple[dict[str, Any], ...] = ({"label": "T=256", "tokens": 256, "heads": 2, "dims": (60,)},)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tiers import beyond
 from torch import Tensor
 
 import ttmdsl
@@ -202,7 +203,7 @@ def shapes(name: str) -> tuple[Shape, ...]:
     return SHAPES if tokens is None else (*SHAPES, Shape("long", batch=1, tokens=tokens, dims=(6, 4), state=False))
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *INVENTED])
+@pytest.mark.parametrize("name", beyond([*LAYERS, *INVENTED], "dot:b=4:c=7", "swdt:c=1"))
 def test_the_torch_backend_equals_the_reference(name: str) -> None:
     module = invented(name) if name in INVENTED else load(name)
     rows = parity(module, dtypes=(torch.float64,), shapes=shapes(name), backends=("torch",))
@@ -216,7 +217,7 @@ def misses(name: str) -> list[Row]:
     return [row for row in rows if not row.error <= row.tolerance]
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *INVENTED])
+@pytest.mark.parametrize("name", beyond([*LAYERS, *INVENTED], "dot:b=4:c=7", "swdt:c=1"))
 def test_the_kernels_equal_the_reference(interpreter: ProcessPoolExecutor, name: str) -> None:
     assert interpreter.submit(misses, name).result() == []
 

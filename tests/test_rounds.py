@@ -11,6 +11,7 @@ import pytest
 import torch
 from side_by_side import side_by_side
 from test_differentiate import forms
+from tiers import mostly_beyond, thorough
 
 import ttmdsl
 from ttmdsl.builder import Builder
@@ -282,8 +283,8 @@ def worst_of_shares(
     ("name", "consts", "processors", "dims", "shares"),
     [
         ("ttt_mlp", {}, 10**6, (12, 70), {5}),
-        ("titans", {"b": 64}, 7, (12, 70), {3, 2}),
-        ("omega_net", {"b": 32}, 5, (12, 70), {2, 1}),
+        pytest.param("titans", {"b": 64}, 7, (12, 70), {3, 2}, marks=thorough),
+        pytest.param("omega_net", {"b": 32}, 5, (12, 70), {2, 1}, marks=thorough),
         ("lattice_dec", {"b": 64, "project": 0}, 10**6, (70, 36), {3}),
         ("trellis", {"b": 64}, 7, (20, 36), {3, 2}),
         ("ttt_norm", {"b": 64}, 7, (36, 40), {3, 2}),
@@ -300,9 +301,11 @@ def test_programs_that_share_a_heads_blocks_are_the_reference(
     assert interpreter.submit(worst_of_shares, name, consts, processors, dims).result() == (shares, [])
 
 
-@pytest.mark.parametrize(
-    ("name", "consts"), [("ttt_mlp", {"b": 8}), ("titans", {"b": 64}), ("omega_net", {}), ("dla", {"b": 64})]
-)
+DEEP: list[tuple[str, dict[str, float]]]
+DEEP = [("ttt_mlp", {"b": 8}), ("titans", {"b": 64}), ("omega_net", {}), ("dla", {"b": 64})]
+
+
+@pytest.mark.parametrize(("name", "consts"), mostly_beyond(DEEP, *DEEP[1::2]))
 def test_kernels_of_several_blocks_are_the_reference(
     interpreter: ProcessPoolExecutor, name: str, consts: dict[str, float]
 ) -> None:
