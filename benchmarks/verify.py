@@ -1,7 +1,8 @@
 """Parity of the Triton backend, outputs, states and all gradients, against float64; a process per layer.
 
-Usage: python benchmarks/verify.py [OUT.json] [--layers a,b:b=16 | all] [--heads 32,60,64,128] [--tokens 1,63,2048,8192]
+Usage: python benchmarks/verify.py [OUT.json] [--layers a,b:b=16 | all] [--heads 32,60,64x128] [--tokens 1,63,2048,8192]
                                    [--drawn 60 --seed 1] [--seconds 560] [--device cuda | cpu] [--kept FOLDER]
+Heads of 64x128 have dims of 64 and 128 in turn, in the order in which the layer declares them.
 On a CPU Triton interprets the kernels, and bfloat16 is rounded as a GPU does (ttmdsl/interpreted.py): that shows what
 the arithmetic loses, and nothing of what a GPU's compiler makes of it.
 
@@ -37,7 +38,7 @@ VARIANTS = (
 
 
 # A variant, its spec if it is not a shipped layer's, head sizes, lengths, dtypes, and what `parity` is to be told.
-Job = tuple[str, str, list[int], list[int], list[str], dict[str, Any]]
+Job = tuple[str, str, list[str], list[int], list[str], dict[str, Any]]
 
 
 def run(job: Job) -> list[dict[str, object]]:
@@ -58,7 +59,7 @@ def run(job: Job) -> list[dict[str, object]]:
     rows = []
     for head in heads:
         for T in tokens:
-            whole = Shape(f"D={head} T={T}", batch=1, tokens=T, heads=2, dims=(head,))
+            whole = Shape(f"D={head} T={T}", batch=1, tokens=T, heads=2, dims=tuple(map(int, head.split("x"))))
             # as training does it, and from a state that is given to one that is asked for
             shapes = [whole, replace(whole, label=f"{whole.label} y alone", state=False, final=False, exact=True)]
             oracle = "reference" if T <= 63 else "torch"
@@ -107,16 +108,16 @@ def main() -> int:
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # the processes read it where kernels are defined
     end = time.monotonic() + args.seconds
-    heads, tokens = [int(h) for h in args.heads.split(",")], [int(t) for t in args.tokens.split(",")]
+    heads, tokens = args.heads.split(","), [int(t) for t in args.tokens.split(",")]
     layers = dict.fromkeys(ttmdsl.layers() if args.layers == "all" else args.layers.split(","), "")
     if args.drawn:
         from ttmdsl.strategies import distinct
 
         drawn = distinct(args.drawn, args.seed)
         layers = {f"drawn {args.seed}.{i} of {args.drawn}": text for i, text in enumerate(drawn)}
-    largest_first = sorted(heads, reverse=True)
+    largest_first = sorted(heads, key=lambda head: max(map(int, head.split("x"))), reverse=True)
     results: list[dict[str, object]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
-    known = {(r["variant"], r["D"], r["T"], r["dtype"]) for r in results}
+    known = {(r["variant"], str(r["D"]), r["T"], r["dtype"]) for r in results}
     dtypes = args.dtypes.split(",")
     how = {"backends": [] if args.oracle_only else ["triton"], "device": args.device, "kept": args.kept}
     jobs = [(v, text, [h], tokens, dtypes, how) for h in largest_first for v, text in layers.items()]

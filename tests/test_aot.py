@@ -12,6 +12,7 @@ the tests.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,7 @@ from ttmdsl.aot import (
     to_json,
 )
 from ttmdsl.cli import main
+from ttmdsl.drawing import dims_of, told
 from ttmdsl.errors import CheckError, LoadError
 from ttmdsl.machine_code import Either, MixUp
 
@@ -161,6 +164,35 @@ def test_other_lengths_start_other_kernels() -> None:
     assert len({(row.registers, row.shared) for kernel, row in rows.items() if kernel.startswith(scan)}) == 3
     small = compile_kernels(replace(job, head=16, named="_chunk_forward_scan"))  # computed in float32 in any case
     assert [row.kernel for row in small] == [scan, f"{scan}, masked tokens"]
+
+
+def read_alone(source: Any, target: Any, *rest: Any) -> tuple[Any, dict[str, Any]]:
+    """In place of a binary: Triton's language alone, in which shapes must agree, which the interpreter does not ask."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options(rest[0][0])
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    found = {"target": target, "options": options, "context": context}
+    found |= {"codegen_fns": backend.get_codegen_implementation(options), "module_map": backend.get_module_map()}
+    source.make_ir(**{name: found[name] for name in inspect.signature(source.make_ir).parameters})
+    return SimpleNamespace(asm={"ttgir": "", "cubin": b""}), {"warps": 4, "registers": 1, "stack": 0, "shared": 0}
+
+
+@pytest.mark.parametrize("variant", ["omega_linear:b=64", "swla:c=9", "gsa", "delta_product", "dot:c=3:b=4", "titans"])
+def test_heads_whose_dims_are_not_alike(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlike(module: Any, head: int) -> tuple[int, ...]:
+        known, free = told(module), [dim for dim, fixed in dims_of(module).items() if not fixed]
+        return tuple(2 * head >> i % 3 if dim in known else 4 * head for i, dim in enumerate(free))
+
+    monkeypatch.setattr("ttmdsl.aot.mixed_up", lambda cubin: [])
+    monkeypatch.setattr("ttmdsl.aot._built", read_alone)
+    monkeypatch.setattr("ttmdsl.drawing.dims_at", unlike)
+    rows = compile_kernels(Job(variant, 64, "sm_90", "bfloat16"))
+    assert [(row.kernel, row.error) for row in rows if row.error] == []
+    assert len(rows) >= 5
 
 
 def test_mixed_up_values_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
