@@ -169,7 +169,7 @@ def compile_kernels(job: Job) -> list[Resources]:
     sizes = sizes_of(module, dims_at(module, job.head))
     found = (value for value in vars(module).values() if isinstance(value, module._Kernel))
     kernels = [k for k in found if k.name.endswith("_kernel") and re.match(job.named, k.name)]
-    if any(sizes[made] > module._MOST_FEATURES for made in module.FEATURES):
+    if any(sizes[made] > module._MOST_FEATURES for made in getattr(module, "_HELD", ())):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
     rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name not in starts[1:]]

@@ -53,12 +53,13 @@ def emit_module(
     state: Mapping[str, Shape] | None = None,
     bands: bool = False,
     micro: int = 0,
+    walked: str = "",
 ) -> str:
     """The module's source text. `update` are the lines of the derived update, shown in its header.
 
     `state` is the layout of a state that grows, one of keys and coefficients in place of matrices. `bands`: the prelude
     has other tensors for chunks than for single tokens. `micro`: how many micro-tokens a token is in chunks, if more
-    than one.
+    than one. `walked`: the dim of features over whose blocks kernels walk.
     """
     _verify_names(spec)
     matrices = () if state else spec.memories
@@ -82,6 +83,7 @@ def emit_module(
         "grows": state is not None,
         "ridges": {inverse_name(m.name): p.name for p in spec.passes if p.optimizer.ridge for m in p.memories},
         "features": {name: (f.base, f.kind, f.order) for name, f in spec.features.items()},
+        "held": [name for name in spec.features if name != walked],
         "feature_size": lambda name, base: feature_size(spec.features[name], base),
         "prelude": sections.get("prelude", "").strip("\n"),
         "past": sections.get("past", "").strip("\n"),

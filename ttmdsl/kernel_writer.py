@@ -254,6 +254,11 @@ class KernelWriter:
                     self.printer.text[leaf] = f"fresh_{leaf.name}"
         return before, each
 
+    def within(self, leaves: Iterable[Node], dim: str) -> dict[Node, str]:
+        """How the tensors that have a dim are loaded, a block of it at a time, by a walk over its blocks."""
+        given = ("param", "token", "before", "seen", "cot")
+        return {leaf: self.loaded(leaf) for leaf in leaves if dim in leaf.axes and leaf.role in given}
+
     def tokens(self, leaves: Iterable[Node]) -> tuple[list[str], list[Ahead]]:
         """The same for a walk over single tokens, each of which finds its tensors loaded."""
         leaves = list(leaves)

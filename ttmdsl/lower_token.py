@@ -36,9 +36,11 @@ def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes, before: bool 
 
 
 def inner_dim(spec: sp.LayerSpec) -> str:
-    """A dim that memories have and no tensor, as the inner one of a deep memory; or ""."""
+    """A dim over whose blocks kernels walk: one that memories have and no tensor, as the inner one of a deep memory, else
+    one that a feature map makes; or ""."""
     told = {dim for t in spec.tensors for dim in t.shape}
-    return next((dim for p in spec.passes for m in p.memories for dim in m.shape if dim not in told), "")
+    dims = [dim for p in spec.passes for m in p.memories for dim in m.shape]
+    return next((d for d in dims if d not in told), next((d for d in dims if d in spec.features), ""))
 
 
 def lower_token(rule: UpdateRule, dims: Axes) -> Program:

@@ -356,7 +356,7 @@ def _tolerance(dtype: torch.dtype, key: str, lost: Mapping[str, float]) -> float
 
 def _kernels_take(module: Any, shape: Shape) -> bool:
     """Whether the kernels have room for the layer's feature maps at this size; where not, "auto" takes torch."""
-    made = getattr(module, "FEATURES", {})
+    made = getattr(module, "_HELD", ())
     return (
         interpreted() or not made or max(sizes_of(module, shape.dims)[name] for name in made) <= module._MOST_FEATURES
     )

@@ -72,7 +72,8 @@ def _emit(job: Job) -> str:
         return emit_module(job.done["check"], update, sections(job), kernel_state(lowered))
     prelude = lowered.prelude
     micro = prelude.micro.number if prelude.micro else 0
-    return emit_module(job.done["check"], update, sections(job), bands=prelude.bands is not None, micro=micro)
+    how = {"bands": prelude.bands is not None, "micro": micro, "walked": lowered.walked}
+    return emit_module(job.done["check"], update, sections(job), **how)
 
 
 def sections(job: Job) -> dict[str, str]:

@@ -240,9 +240,9 @@ def _always(p: Plan) -> Plan:
 
 
 def _parts(name: str, program: Program, saved: tuple[Node, ...]) -> Parts | None:
-    """The kernels for sequences in parts, if every carry is linear in itself."""
+    """The kernels for sequences in parts, if every carry is linear in itself and a program holds states whole."""
     found = transfers(program)
-    if not found:
+    if not found or program.inner:  # whose blocks programs share out
         return None
     kernels = []
     for i, t in enumerate(found):
@@ -305,7 +305,9 @@ def _in_rounds(p: Plan, dim: str) -> Plan:
     """The same by kernels that walk over the blocks of a dim, where they can and their grid does not split it."""
 
     def walking_over(k: Kernel) -> Kernel:
-        return replace(k, inner=dim) if k.blocked != dim and rounds(k.roots, k.given, dim) else k
+        if k.blocked == dim or not rounds(k.roots, k.given, dim):
+            return k
+        return replace(k, inner=dim, blocked="")  # programs share out the dim's blocks
 
     return replace(p, forward=tuple(map(walking_over, p.forward)), backward=tuple(map(walking_over, p.backward)))
 

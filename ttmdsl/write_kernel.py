@@ -117,7 +117,8 @@ def _write_scan(kernel: Kernel, writer: KernelWriter) -> None:
             text.before += writer.alone.begin(text.pointer)
             text.aside = writer.alone.end(text.pointer)
     else:
-        text.before, loads = writer.inputs(leaves)
+        printer.loads |= writer.within(leaves, kernel.inner)
+        text.before, loads = writer.inputs(n for n in leaves if n not in printer.loads)
     loads += writer.given(kernel)
     variables: dict[str, str] = {}
     held: list[Node] = []

@@ -41,7 +41,8 @@ def write_step(spec: LayerSpec, program: Program, alone: Alone | None) -> Kernel
     printer.ordering = _DEPTH_FIRST
     writer = KernelWriter(spec, text, program.nodes, program.unit, printer, alone=alone)
     leaves = program.leaves()
-    before, loads = writer.inputs(n for n in leaves if n.role != "carry")
+    printer.loads |= writer.within(leaves, inner)
+    before, loads = writer.inputs(n for n in leaves if n.role != "carry" and n not in printer.loads)
     for leaf in program.carries():
         loaded = writer.load_state("start", leaf, _LANE)
         if inner in leaf.axes:
