@@ -36,8 +36,8 @@ def bind_tensors(spec: sp.LayerSpec, b: Builder, token_axes: Axes, before: bool 
 
 
 def inner_dim(spec: sp.LayerSpec) -> str:
-    """A dim over whose blocks kernels walk: one that memories have and no tensor, as the inner one of a deep memory, else
-    one that a feature map makes; or ""."""
+    """A dim over whose blocks kernels walk: one that memories have and no tensor, as the inner one of a deep memory, or
+    else one that a feature map makes; or none, ""."""
     told = {dim for t in spec.tensors for dim in t.shape}
     dims = [dim for p in spec.passes for m in p.memories for dim in m.shape]
     return next((d for d in dims if d not in told), next((d for d in dims if d in spec.features), ""))
