@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ttmdsl
+from ttmdsl.aot import Job, compile_kernels
 from ttmdsl.drawing import Shape, draw
 from ttmdsl.parity import parity, step_errors
 
@@ -137,3 +138,11 @@ def walking(name: str, consts: dict[str, float]) -> list[str]:
 def test_kernels_walk_over_features(name: str, consts: dict[str, float], interpreter: ProcessPoolExecutor) -> None:
     assert not hasattr(ttmdsl.load(name, **consts), "_HELD")
     assert interpreter.submit(walking, name, consts).result() == []
+
+
+def test_kernels_that_hold_all_features_are_compiled_for_few_alone() -> None:
+    for head, whole in ((16, True), (64, False)):
+        job = Job("polynomial_attention", head, "sm_90", "bfloat16", named="_token_.*")
+        names = [row.kernel for row in compile_kernels(job)]
+        assert ("_token_forward_kernel" in names) == whole
+        assert "_token_step_kernel, a step" in names

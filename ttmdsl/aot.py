@@ -172,6 +172,8 @@ def compile_kernels(job: Job) -> list[Resources]:
     if any(sizes[made] > module._MOST_FEATURES for made in getattr(module, "_HELD", ())):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
+    if not _by_tokens(job, module, sizes):
+        kernels = [k for k in kernels if not k.name.startswith("_token_") or k.name in starts[-1:]]
     rows = [_compile(job, module, kernel, sizes) for kernel in kernels if kernel.name not in starts[1:]]
     shared = [k for k in kernels if k.name in getattr(module, "_SHARED", {})]
     few = [k for k in shared if next(_launches(job, module, k.name, sizes, "few"))[0]["SHARES"] > 1]
@@ -184,6 +186,17 @@ def compile_kernels(job: Job) -> list[Resources]:
         light = [k for k in passing if _passed(job, module, k.name, sizes) != "float32"]
         rows += [_compile(job, module, kernel, sizes, "light") for kernel in light]
     return rows
+
+
+def _by_tokens(job: Job, module: Any, sizes: dict[str, int]) -> bool:
+    """Whether few tokens with gradients start kernels that hold states whole: not where features are walked over that
+    make these larger than what such a call has room for."""
+    import torch
+
+    if not hasattr(module, "_one_by_one") or not module.FEATURES:
+        return True
+    states = {k: torch.empty(1, 1, *(sizes[d] for d in dims), device="meta") for k, dims in module.MEMORY.items()}
+    return bool(module._one_by_one(1, getattr(torch, job.dtype), states))
 
 
 Case = Literal["", "step", "few", "masked", "light"]
