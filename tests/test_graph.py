@@ -78,7 +78,7 @@ def test_kernels_in_one_graph(name: str, interpreter: ProcessPoolExecutor) -> No
     interpreter.submit(in_one_graph, name, *LAYERS[name], "triton").result()
 
 
-@pytest.mark.parametrize("name", beyond(["trellis", "omega_linear"], "trellis"))
+@pytest.mark.parametrize("name", ["gated_delta_net", *beyond(["trellis", "omega_linear"], "trellis", "omega_linear")])
 def test_the_torch_backend_in_one_graph(name: str, interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(in_one_graph, name, *LAYERS[name], "torch").result()
 
@@ -189,6 +189,7 @@ def without_room() -> None:
         torch._dynamo.reset()
 
 
+@thorough
 def test_kernels_that_find_no_room(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(without_room).result()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import keyword
 import re
 import tokenize
@@ -92,11 +93,17 @@ def test_the_torch_section_reads_well(source: str) -> None:
 
 
 def test_parentheses_of_a_call_are_enough(source: str) -> None:
-    section = backend(source, "torch")
+    section = backend(source, "torch").encode()
+    starts = [0, *itertools.accumulate(len(line) for line in section.splitlines(keepends=True))]
+
+    def segment(node: ast.expr) -> str:  # ast's own splits the section into lines each time
+        end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        return section[starts[node.lineno - 1] + node.col_offset : end].decode()
+
     for node in ast.walk(ast.parse(section)):
         if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
-            text = ast.get_source_segment(section, node) or ""
-            inner = text[text.index("(", len(ast.get_source_segment(section, node.func) or "")) + 1 : -1]
+            text = segment(node)
+            inner = text[text.index("(", len(segment(node.func))) + 1 : -1]
             assert strip(inner) == inner or isinstance(node.args[0], ast.Tuple | ast.GeneratorExp), text
 
 

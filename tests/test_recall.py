@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiers import mostly_beyond
+from tiers import mostly_beyond, thorough
 
 import ttmdsl
 from ttmdsl.demo.recall import COMMAND, Settings, Task, document, main, train
@@ -76,6 +76,7 @@ def test_training_is_deterministic_and_stops_when_it_is_good_enough() -> None:
     assert outcome.losses == train(lambda: layer(32, 2), TASK, settings).losses
 
 
+@thorough
 def test_the_command_writes_the_table(tmp_path: Path) -> None:
     spec = tmp_path / "mine.ttm"
     spec.write_text("layer Mine { dim d input q[d], k[d], v[d] memory S[d, d] bias -<S @ k, v> read S @ q }")

@@ -282,7 +282,7 @@ def worst_of_shares(
 @pytest.mark.parametrize(
     ("name", "consts", "processors", "dims", "shares"),
     [
-        ("ttt_mlp", {}, 10**6, (12, 70), {5}),
+        pytest.param("ttt_mlp", {}, 10**6, (12, 70), {5}, marks=thorough),
         pytest.param("titans", {"b": 64}, 7, (12, 70), {3, 2}, marks=thorough),
         pytest.param("omega_net", {"b": 32}, 5, (12, 70), {2, 1}, marks=thorough),
         ("lattice_dec", {"b": 64, "project": 0}, 10**6, (70, 36), {3}),
