@@ -4,9 +4,8 @@ What is covered in bfloat16, forward and backward, but of what is like lattice_d
 3.6 at head size 64 for sm_90, or by the newest, of the forms for tokens from the start of a group on, since the others'
 kernels differ in little, at 64 for sm_80; thoroughly by both, and four layers that are unlike each other by the newest
 at 128 for sm_90. The rest of the matrix (both versions, three head sizes, two targets) takes a quarter of an hour on
-two cores: `python tests/aot_matrix.py` compiles it and writes docs/aot.md. A kernel fails that does not
-compile, or that wants more shared memory than its target has. Spilled registers are no failure: they are listed after
-the tests.
+two cores: `python tests/aot_matrix.py` compiles it and writes docs/aot.md. A kernel fails that does not compile, or
+that wants more shared memory than its target has. Spilled registers are no failure: they are listed after the tests.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ttmdsl.aot import (
     to_json,
 )
 from ttmdsl.cli import main
-from ttmdsl.drawing import dims_of, told
+from ttmdsl.drawing import dims_at
 from ttmdsl.errors import CheckError, LoadError
 from ttmdsl.machine_code import Either, MixUp
 
@@ -184,8 +183,7 @@ def read_alone(source: Any, target: Any, *rest: Any) -> tuple[Any, dict[str, Any
 @pytest.mark.parametrize("variant", ["omega_linear:b=64", "swla:c=9", "gsa", "delta_product", "dot:c=3:b=4", "titans"])
 def test_heads_whose_dims_are_not_alike(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unlike(module: Any, head: int) -> tuple[int, ...]:
-        known, free = told(module), [dim for dim, fixed in dims_of(module).items() if not fixed]
-        return tuple(2 * head >> i % 3 if dim in known else 4 * head for i, dim in enumerate(free))
+        return tuple(2 * n >> i % 3 for i, n in enumerate(dims_at(module, head)))
 
     monkeypatch.setattr("ttmdsl.aot.mixed_up", lambda cubin: [])
     monkeypatch.setattr("ttmdsl.aot._built", read_alone)
@@ -285,14 +283,9 @@ def test_processes_cache_and_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # does not reach the processes that compile
     heard = []
     first = compile_all(
-        ["linear_attention"],
-        [32],
-        ["sm_90"],
-        processes=2,
-        done=lambda n, total: heard.append((n, total)),
-        around=False,
+        ["linear_attention"], [32], ["sm_90"], processes=2, done=lambda n, total: heard.append((n, total))
     )
-    again = compile_all(["linear_attention"], [32], ["sm_90"], around=False)
+    again = compile_all(["linear_attention"], [32], ["sm_90"])
     assert heard == [(1, 1)]
     assert [r.kernel for r in first] == [r.kernel for r in again]
     assert not any(r.error for r in first)

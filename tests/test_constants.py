@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[str, dict[str, int], Shape]:
     return name, consts, Shape("drawn", 1, tokens, heads, dims, cuts, lengths if any(lengths) else (), state=state)
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=16)
 @given(cases())
 def test_torch_is_the_reference(case: tuple[str, dict[str, int], Shape]) -> None:
     name, consts, shape = case

@@ -117,7 +117,7 @@ def test_cotangents_meet_inverses_by_vectors_alone(spec: Lowered) -> None:
     assert all(set(n.axes) - {*UNIT_AXES} for n in met)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(layers())
 def test_torch_is_the_reference(drawn: tuple[str, bool]) -> None:
     text, solved = drawn
@@ -125,7 +125,7 @@ def test_torch_is_the_reference(drawn: tuple[str, bool]) -> None:
     assert misses(text, "torch", "float64") == []
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(windows())
 def test_windows_are_the_reference(text: str) -> None:
     found = lowered(text)

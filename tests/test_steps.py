@@ -196,7 +196,7 @@ def drawn(text: str, tokens: int, cut: int) -> list[str]:
     return [f"{row.backend} {row.shape}: {row.quantity} {row.error:.1e}" for row in rows if row.error > 1e-4]
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers(), st.integers(2, 70), st.integers(1, 40))
 def test_drawn_layers_are_the_reference(interpreter: ProcessPoolExecutor, text: str, tokens: int, cut: int) -> None:
     assert interpreter.submit(drawn, text, tokens, cut).result() == []

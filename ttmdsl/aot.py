@@ -161,7 +161,7 @@ def compile_kernels(job: Job) -> list[Resources]:
     """Compiles every kernel of the job, in this process."""
     importlib.import_module("triton")  # before the module, which defines kernels only where Triton is in use
 
-    from ttmdsl.drawing import dims_at, sizes_of
+    from ttmdsl.drawing import dims_at, kernels_hold, sizes_of
     from ttmdsl.loader import load
 
     name, consts = parse_variant(job.variant)
@@ -169,7 +169,7 @@ def compile_kernels(job: Job) -> list[Resources]:
     sizes = sizes_of(module, dims_at(module, job.head))
     found = (value for value in vars(module).values() if isinstance(value, module._Kernel))
     kernels = [k for k in found if k.name.endswith("_kernel") and re.match(job.named, k.name)]
-    if any(sizes[made] > module._MOST_FEATURES for made in getattr(module, "_HELD", ())):
+    if not kernels_hold(module, sizes):
         return [Resources(job.variant, "(none: torch takes so many features)", job.target, job.head, job.dtype)]
     starts = [*module.STEP_POINTERS]  # the last for a step of one token, the first for more
     if not _by_tokens(job, module, sizes):

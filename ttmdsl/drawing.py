@@ -7,7 +7,7 @@ Compares nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -73,6 +73,11 @@ def dims_at(module: Any, head: int) -> tuple[int, ...]:
     known, made = told(module), getattr(module, "FEATURES", {})
     free = [dim for dim, fixed in dims_of(module).items() if not fixed and dim not in made]
     return tuple(head if dim in known else 4 * head for dim in free)
+
+
+def kernels_hold(module: Any, sizes: Mapping[str, int]) -> bool:
+    """Whether the kernels have room for the layer's feature maps at these sizes; where not, "auto" takes torch."""
+    return all(sizes[made] <= module._MOST_FEATURES for made in getattr(module, "_HELD", ()))
 
 
 def kept_exact(module: Any, name: str) -> bool:

@@ -88,16 +88,20 @@ class Lowered:
         return max(1, number // each) * each
 
     @property
+    def inner(self) -> str:
+        """The dim over whose blocks kernels of chunks walk; or ""."""
+        return self.kernel_forms["chunk"].forward.inner if "chunk" in self.kernel_forms else ""
+
+    @property
     def in_units(self) -> bool:
         """Whether one token with gradients may be a unit, too: where memories have an inner dim, since a token's
         kernels keep their states whole, and take minutes to compile for wide heads."""
-        return "chunk" in self.kernel_forms and bool(self.kernel_forms["chunk"].forward.inner)
+        return bool(self.inner)
 
     @property
     def walked(self) -> str:
         """The dim of features over whose blocks all kernels walk, so that there may be any number of them; or ""."""
-        inner = self.kernel_forms["chunk"].forward.inner if self.in_units else ""
-        return inner if inner in self.rule.spec.features else ""
+        return self.inner if self.inner in self.rule.spec.features else ""
 
     @property
     def title(self) -> str:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ttmdsl.drawing import Drawn, Shape, Tensors, draw, sizes_of
+from ttmdsl.drawing import Drawn, Shape, Tensors, draw, kernels_hold, sizes_of
 from ttmdsl.interpreted import interpreted, rounded
 
 if TYPE_CHECKING:
@@ -356,10 +356,7 @@ def _tolerance(dtype: torch.dtype, key: str, lost: Mapping[str, float]) -> float
 
 def _kernels_take(module: Any, shape: Shape) -> bool:
     """Whether the kernels have room for the layer's feature maps at this size; where not, "auto" takes torch."""
-    made = getattr(module, "_HELD", ())
-    return (
-        interpreted() or not made or max(sizes_of(module, shape.dims)[name] for name in made) <= module._MOST_FEATURES
-    )
+    return interpreted() or kernels_hold(module, sizes_of(module, shape.dims))
 
 
 def available(module: Any, device: torch.device) -> tuple[str, ...]:
